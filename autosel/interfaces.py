@@ -1,0 +1,173 @@
+"""What a weight layout and a backend must offer; both are found by :mod:`autosel.registry`.
+
+A third party registers a backend through the entry-point group ``autosel.backends`` (a
+:class:`Backend` subclass or instance) or, inside one process, ``autosel.registry.register``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+
+from autosel.core import (
+    AccuracyClass,
+    CanonicalExperts,
+    Device,
+    Params,
+    Problem,
+    Reason,
+    Routing,
+    Scalar,
+    Support,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedExperts:
+    """A layer's weights in one kernel layout: named tensors and the facts needed to read them."""
+
+    layout: str
+    problem: Problem
+    tensors: Mapping[str, torch.Tensor]
+    meta: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+
+class Layout(ABC):
+    """One way to lay out a layer's weights in memory.
+
+    Subclasses are frozen dataclasses of their options, so that equal options compare equal and
+    backends that read the same layout share one packed copy.
+    """
+
+    #: File name of the layout; ``key`` adds the options.
+    name: ClassVar[str]
+    #: False when packing loses information (dense 16-bit weights), so ``unpack`` is not offered.
+    invertible: ClassVar[bool] = True
+
+    @property
+    def key(self) -> str:
+        """Short text naming the layout and its options."""
+        return self.name
+
+    @abstractmethod
+    def pack(self, experts: CanonicalExperts) -> PackedExperts:
+        """Pack without touching ``experts``; raise UnsupportedError if values do not fit."""
+
+    @abstractmethod
+    def unpack(self, packed: PackedExperts) -> CanonicalExperts:
+        """Exact inverse of :meth:`pack`, bit for bit."""
+
+    @abstractmethod
+    def nbytes(self, problem: Problem) -> int:
+        """Bytes of the packed weights, known without packing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A backend's tunable parameters for one problem, token count and device.
+
+    ``choices`` maps a parameter to its values in a stable order, ``default`` is the built-in
+    starting point, and ``constraint`` gives the reason why a combination is illegal (or None);
+    it is asked before anything is launched.
+    """
+
+    default: Params = field(default_factory=dict)
+    choices: Mapping[str, tuple[Scalar, ...]] = field(default_factory=dict)
+    constraint: Callable[[Params], Reason | None] = lambda params: None
+
+    def __iter__(self) -> Iterator[dict[str, Scalar]]:
+        """Every legal point, the default first."""
+        default = dict(self.default)
+        if self.constraint(default) is None:
+            yield default
+        for values in itertools.product(*self.choices.values()):
+            point = {**default, **dict(zip(self.choices, values, strict=True))}
+            if point != default and self.constraint(point) is None:
+                yield point
+
+
+class Requirements:
+    """Collects every reason why something is not supported, each with found and required."""
+
+    def __init__(self) -> None:
+        self._reasons: list[Reason] = []
+
+    def need(self, ok: bool, what: str, found: object, required: object) -> bool:
+        """Record a reason unless ``ok``; returns ``ok`` so that dependent checks can be skipped."""
+        if not ok:
+            self._reasons.append(Reason(what, str(found), str(required)))
+        return ok
+
+    def one_of(self, what: str, found: object, allowed: tuple[object, ...]) -> bool:
+        required = (
+            str(allowed[0]) if len(allowed) == 1 else "one of " + ", ".join(map(str, allowed))
+        )
+        return self.need(found in allowed, what, found, required)
+
+    def multiple(self, what: str, found: int, of: int) -> bool:
+        return self.need(found % of == 0, what, found, f"a multiple of {of}")
+
+    @property
+    def support(self) -> Support:
+        return Support(tuple(self._reasons))
+
+
+class Backend(ABC):
+    """One way to run a quantised MoE layer. One file in ``autosel/backends``, one instance."""
+
+    #: File name of the backend, in lower case.
+    name: ClassVar[str]
+    #: One sentence for ``autosel backends``.
+    summary: ClassVar[str]
+    #: Distributions whose versions belong to the key of a stored decision.
+    distributions: ClassVar[tuple[str, ...]] = ()
+    #: Extra to install when the operator is missing, for the reason.
+    extra: ClassVar[str | None] = None
+
+    def available(self, device: Device) -> Support:
+        """Whether this machine can run the backend at all, whatever the layer. No device work."""
+        return Support.yes()
+
+    @abstractmethod
+    def supports(self, problem: Problem, device: Device) -> Support:
+        """Every reason why this layer cannot run here, :meth:`available`'s included."""
+
+    @abstractmethod
+    def layout(self, problem: Problem, params: Params) -> Layout:
+        """The weight layout that these parameters read."""
+
+    def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
+        """Tunable parameters at this token count; by default there is nothing to tune."""
+        return Space()
+
+    def accuracy(self, params: Params) -> AccuracyClass:
+        return "exact"
+
+    @abstractmethod
+    def run(
+        self,
+        packed: PackedExperts,
+        x: torch.Tensor,
+        routing: Routing,
+        params: Params,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compute the layer into ``out`` and return it.
+
+        x        ``[M, H]`` in the problem's act dtype, contiguous, M > 0
+        routing  ids int32 ``[M, top_k]``, LOCAL (0 .. num_local_experts - 1) or -1 for a slot
+                 served elsewhere; weights float32 ``[M, top_k]``; both contiguous
+        out      ``[M, H]`` like x; every element must be written
+
+        ``x``, ``routing`` and ``packed`` must not change. Call it through
+        :func:`autosel.dispatch.apply`, which establishes all of the above.
+        """
