@@ -1,0 +1,214 @@
+"""Describes the machine as a :class:`~autosel.core.Device`; asks nothing at import time.
+
+CPU facts come from ``/proc`` and ``/sys`` where Linux has them, otherwise from torch. Accelerator
+facts come from torch alone, so that a machine with no driver, or with every device hidden, is
+described like any other: as its CPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import metadata
+from typing import Any, Literal, cast
+
+import torch
+
+from autosel import cpuinfo
+from autosel.core import Device
+from autosel.errors import AutoselError, field_error
+
+Kind = Literal["cpu", "cuda", "rocm", "xpu"]
+
+_pretended: list[Device] = []
+
+
+def detect(kind: str | None = None, index: int = 0) -> Device:
+    """Describe device ``index`` of ``kind``; the best accelerator, else the CPU, when not named.
+
+    ``kind`` is ``cpu``, ``cuda``, ``rocm`` or ``xpu``. Raises AutoselError, in one line, when that
+    kind or index is not on this machine (no driver, hidden devices, a torch without it).
+    """
+    if kind is not None and kind not in _DETECTORS:
+        expected = "one of " + ", ".join(_DETECTORS)
+        raise AutoselError(field_error("device", "kind", repr(kind), expected))
+    if _pretended:
+        return _check_pretended(_pretended[-1], kind)
+    chosen = cast(Kind, kind) if kind else available_kinds()[0]
+    count = _count(chosen)
+    if not 0 <= index < count:
+        raise AutoselError(
+            field_error(
+                f"device {chosen}",
+                "index",
+                index,
+                f"0 to {count - 1}" if count else f"no index at all: {_why_absent(chosen)}",
+            )
+        )
+    return _DETECTORS[chosen](index)
+
+
+def available_kinds() -> tuple[Kind, ...]:
+    """The kinds that have a visible device here, best first; the CPU is always the last."""
+    return tuple(kind for kind in ("cuda", "rocm", "xpu", "cpu") if _count(kind))
+
+
+def detect_all() -> tuple[Device, ...]:
+    """Every visible device, the CPU last."""
+    if _pretended:
+        return (_pretended[-1],)
+    return tuple(detect(k, i) for k in available_kinds() for i in range(_count(k)))
+
+
+@contextmanager
+def pretend(device: Device) -> Iterator[Device]:
+    """Make :func:`detect` answer ``device`` inside the ``with`` block, in every thread."""
+    _pretended.append(device)
+    try:
+        yield device
+    finally:
+        _pretended.remove(device)
+
+
+def fingerprint(device: Device) -> str:
+    """16 hexadecimal digits that differ when any field of ``device`` does; versions included."""
+    text = json.dumps(device.to_dict(), sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def free_memory_bytes(device: Device) -> int | None:
+    """Bytes a new allocation on ``device`` could get now, or None where nobody says."""
+    if device.kind in ("cuda", "rocm") and _count(device.kind):
+        free, _ = torch.cuda.mem_get_info()
+        # Blocks that torch has cached but not handed out are free to us as well.
+        return int(free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+    if device.kind == "cpu":
+        return cpuinfo.available_memory()
+    return None
+
+
+def _check_pretended(device: Device, kind: str | None) -> Device:
+    if kind is not None and kind != device.kind:
+        raise AutoselError(field_error("device", "kind", device.kind, kind))
+    return device
+
+
+def _count(kind: str) -> int:
+    """Visible devices of a kind. torch warns where a driver is broken; the count says enough."""
+    if kind == "cpu":
+        return 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            if kind == "xpu":
+                return torch.xpu.device_count() if torch.xpu.is_available() else 0
+            if (kind == "rocm") != (torch.version.hip is not None):
+                return 0
+            return torch.cuda.device_count() if torch.cuda.is_available() else 0
+        except (RuntimeError, AssertionError, AttributeError):
+            return 0
+
+
+def _why_absent(kind: str) -> str:
+    built = {"cuda": torch.version.cuda, "rocm": torch.version.hip, "xpu": torch.version.xpu}
+    if not built.get(kind):
+        return f"torch {torch.__version__} is built without {kind}"
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"):
+        if variable in os.environ:
+            return f"no device is visible ({variable}={os.environ[variable]!r})"
+    return "no driver or no device"
+
+
+def _cpu(index: int) -> Device:
+    facts = cpuinfo.cpuinfo()
+    flags = cpuinfo.isa(facts.get("flags") or facts.get("features", ""))
+    return Device(
+        kind="cpu",
+        name=cpuinfo.cpu_name(facts),
+        memory_bytes=cpuinfo.total_memory(),
+        cache_bytes=cpuinfo.last_level_cache(),
+        flags=flags or cpuinfo.torch_capabilities(),
+        threads=torch.get_num_threads(),
+        versions=package_versions(),
+    )
+
+
+def _cuda(index: int) -> Device:
+    props: Any = torch.cuda.get_device_properties(index)
+    hip = torch.version.hip is not None
+    arch = str(getattr(props, "gcnArchName", "")).split(":")[0]
+    block = getattr(props, "shared_memory_per_block_optin", None)
+    return Device(
+        kind="rocm" if hip else "cuda",
+        name=" ".join(str(props.name).split()),
+        # ROCm fills these with numbers of its own that mean something else than CUDA's.
+        capability=None if hip else (int(props.major), int(props.minor)),
+        multiprocessors=int(props.multi_processor_count),
+        memory_bytes=int(props.total_memory),
+        cache_bytes=int(getattr(props, "L2_cache_size", 0)) or None,
+        shared_memory_bytes=int(block) if block else None,
+        flags=(arch,) if hip and arch else (),
+        threads=None,
+        driver=_cuda_driver(hip),
+        versions=package_versions(),
+    )
+
+
+def _cuda_driver(hip: bool) -> str | None:
+    if hip:
+        return cpuinfo.read_text("/sys/module/amdgpu/version").strip() or None
+    text = cpuinfo.read_text("/proc/driver/nvidia/version")
+    found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", text)
+    if found:
+        return found[1]
+    try:
+        bindings: Any = torch._C
+        return f"CUDA {bindings._cuda_getDriverVersion()}"
+    except (AttributeError, RuntimeError):
+        return None
+
+
+def _xpu(index: int) -> Device:
+    props: Any = torch.xpu.get_device_properties(index)
+    return Device(
+        kind="xpu",
+        name=" ".join(str(props.name).split()),
+        multiprocessors=getattr(props, "gpu_subslice_count", None),
+        memory_bytes=int(props.total_memory),
+        cache_bytes=getattr(props, "last_level_cache_size", None),
+        shared_memory_bytes=getattr(props, "local_mem_size", None),
+        driver=str(getattr(props, "driver_version", "")) or None,
+        versions=package_versions(),
+    )
+
+
+_DETECTORS: dict[str, Callable[[int], Device]] = {
+    "cpu": _cpu,
+    "cuda": _cuda,
+    "rocm": _cuda,
+    "xpu": _xpu,
+}
+
+
+def package_versions() -> tuple[tuple[str, str], ...]:
+    """Versions of torch, Triton, the toolkit and every backend's distributions; absent ones not."""
+    # Here, because the registry loads backends and they may want a device of their own.
+    from autosel.registry import all_backends
+
+    names = {"torch", "triton", *(d for b in all_backends() for d in b.distributions)}
+    found: dict[str, str] = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    found["torch"] = torch.__version__
+    toolkit = torch.version.cuda or torch.version.hip
+    if toolkit:
+        found["hip" if torch.version.hip else "cuda"] = toolkit
+    return tuple(sorted(found.items()))
