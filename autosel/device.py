@@ -41,15 +41,14 @@ def detect(kind: str | None = None, index: int = 0) -> Device:
         return _check_pretended(_pretended[-1], kind)
     chosen = cast(Kind, kind) if kind else available_kinds()[0]
     count = _count(chosen)
-    if not 0 <= index < count:
+    if not count:
         raise AutoselError(
             field_error(
-                f"device {chosen}",
-                "index",
-                index,
-                f"0 to {count - 1}" if count else f"no index at all: {_why_absent(chosen)}",
+                f"device {chosen}", "devices", f"none ({_why_absent(chosen)})", "at least 1"
             )
         )
+    if not 0 <= index < count:
+        raise AutoselError(field_error(f"device {chosen}", "index", index, f"0 to {count - 1}"))
     return _DETECTORS[chosen](index)
 
 
