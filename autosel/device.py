@@ -42,11 +42,8 @@ def detect(kind: str | None = None, index: int = 0) -> Device:
     chosen = cast(Kind, kind) if kind else available_kinds()[0]
     count = _count(chosen)
     if not count:
-        raise AutoselError(
-            field_error(
-                f"device {chosen}", "devices", f"none ({_why_absent(chosen)})", "at least 1"
-            )
-        )
+        found = f"none ({_why_absent(chosen)})"
+        raise AutoselError(field_error(f"device {chosen}", "devices", found, "at least 1"))
     if not 0 <= index < count:
         raise AutoselError(field_error(f"device {chosen}", "index", index, f"0 to {count - 1}"))
     return _DETECTORS[chosen](index)

@@ -24,11 +24,8 @@ _ACTIVATIONS = {
     "silu": (Activation("silu"), Activation("silu_no_mul")),
     "gelu": (Activation("gelu"), Activation("gelu_no_mul")),
     "relu2": (None, Activation("relu2_no_mul")),
-    # gpt-oss: min(gate, 7) * sigmoid(1.702 * gate) * (clamp(up, -7, 7) + 1).
-    "swiglu (clamped, alpha 1.702)": (
-        Activation("swigluoai", limit=7.0, alpha=1.702, beta=1.0),
-        None,
-    ),
+    # gpt-oss; the constants are part of what the name means.
+    "swiglu (clamped, alpha 1.702)": (Activation("swigluoai"), None),
 }
 
 
@@ -120,8 +117,8 @@ def find(name: str) -> Preset:
 def presets() -> tuple[Preset, ...]:
     """The whole table."""
     file = resources.files("autosel").joinpath("data/models.csv")
-    with file.open(encoding="utf-8", newline="") as stream:
-        return tuple(_preset(row) for row in csv.DictReader(stream))
+    rows = csv.DictReader(file.read_text(encoding="utf-8").splitlines())
+    return tuple(_preset(row) for row in rows)
 
 
 def _preset(row: dict[str, str]) -> Preset:
@@ -159,14 +156,8 @@ def _slug(name: str) -> str:
 def _split(preset: Preset, option: str, ranks: int, what: str, size: int) -> int:
     if ranks < 1 or size % ranks:
         divisors = ", ".join(str(d) for d in range(1, min(size, 128) + 1) if size % d == 0)
-        raise ConfigError(
-            field_error(
-                f"preset {preset.name}",
-                option,
-                ranks,
-                f"a divisor of the {what} {size}: {divisors}",
-            )
-        )
+        expected = f"a divisor of the {what} {size}: {divisors}"
+        raise ConfigError(field_error(f"preset {preset.name}", option, ranks, expected))
     return size // ranks
 
 
