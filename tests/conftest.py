@@ -70,7 +70,7 @@ class CheckpointFixture:
         found: dict[str, torch.Tensor] = {}
         for file in sorted(self.path.glob("*.safetensors")):
             with safe_open(file, framework="pt") as handle:
-                found.update({name: handle.get_tensor(name) for name in handle.keys()})
+                found.update({name: handle.get_tensor(name) for name in handle.keys()})  # noqa: SIM118
         return found
 
 
