@@ -1,0 +1,99 @@
+"""``python -m autosel`` and the ``autosel`` script: run a command and turn every end into a status.
+
+0 done; 1 refused or failed, with one line saying why; 2 wrong usage; 130 interrupted; 141 the
+reader of our output went away. A traceback is shown only with ``--debug``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+
+import click
+
+from autosel.cli.group import cli
+from autosel.cli.report import ReaderGoneError, note
+from autosel.cli.text import one_line, to_json
+from autosel.errors import AutoselError
+
+DONE, REFUSED, USAGE = 0, 1, 2
+INTERRUPTED = 128 + signal.SIGINT
+READER_GONE = 128 + 13  # SIGPIPE, which Windows' signal module lacks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line ``argv`` (default: this process's) and return the exit status."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    options = args[: args.index("--")] if "--" in args else args
+    as_json, debug = "--json" in options, "--debug" in options
+    with _quiet_streams(), warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        try:
+            return _run(args, as_json=as_json, debug=debug)
+        except ReaderGoneError:
+            # What is still buffered has nowhere to go; Python would complain about it at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return READER_GONE
+
+
+def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
+    def fail(status: int, error: BaseException, message: str) -> int:
+        if as_json:
+            kind = type(error).__name__
+            click.echo(to_json({"error": {"type": kind, "message": one_line(message)}}))
+        note(f"error: {message}")
+        return status
+
+    try:
+        result = cli.main(args, prog_name="autosel", standalone_mode=False)
+        return result if isinstance(result, int) else DONE
+    except ReaderGoneError:
+        raise
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message(), err=True)
+        return USAGE
+    except click.UsageError as error:
+        where = error.ctx.command_path if error.ctx else "autosel"
+        return fail(USAGE, error, f"{error.format_message()} (see {where} --help)")
+    except (click.Abort, KeyboardInterrupt) as error:
+        return fail(INTERRUPTED, error, "interrupted")
+    except (AutoselError, click.ClickException) as error:
+        if debug:
+            traceback.print_exc()
+        return fail(REFUSED, error, str(error))
+    except OSError as error:  # a full disk, a folder that may not be written
+        if debug:
+            traceback.print_exc()
+        named = f"{error.filename}: " if error.filename else ""
+        return fail(REFUSED, error, f"{named}{error.strerror or error}")
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+            hint = "the traceback is above"
+        else:
+            hint = "run again with --debug for the traceback"
+        name = type(error).__name__
+        return fail(REFUSED, error, f"unexpected {name}: {error} ({hint}; please report it)")
+
+
+@contextlib.contextmanager
+def _quiet_streams() -> Iterator[None]:
+    """Keep an output stream of a narrow encoding from failing on a letter it lacks."""
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(errors="backslashreplace")
+    yield
+
+
+def _show_warning(message: Warning | str, *_: object, **__: object) -> None:
+    note(f"warning: {message}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Text that is safe to print and JSON that strict readers accept.
+
+Names come from files that strangers wrote, so control characters (terminal escapes among them)
+never reach the terminal, and NaN or infinity never reach a JSON reader.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import unicodedata
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+#: Categories of code points that move the cursor, hide or reorder text, or cannot be encoded.
+_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+
+
+def printable(text: object) -> str:
+    """``text`` on one line, with every control character written as its escape."""
+    return "".join(
+        char
+        if unicodedata.category(char) not in _UNPRINTABLE
+        else char.encode("unicode_escape").decode("ascii")
+        for char in str(text)
+    )
+
+
+def one_line(text: object) -> str:
+    """``text`` with line breaks turned into spaces, then made printable."""
+    return printable(" ".join(str(text).split()))
+
+
+def jsonable(value: Any) -> Any:
+    """``value`` in JSON's own types: non-finite floats become null, unknown objects their text."""
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode("utf-8")
+    if is_dataclass(value) and not isinstance(value, type):
+        return {item.name: jsonable(getattr(value, item.name)) for item in fields(value)}
+    if isinstance(value, Mapping):
+        return {jsonable(str(key)): jsonable(item) for key, item in value.items()}
+    if isinstance(value, Iterable):
+        return [jsonable(item) for item in value]
+    if hasattr(value, "item"):  # a numpy or torch scalar
+        return jsonable(value.item())
+    return jsonable(os.fspath(value) if hasattr(value, "__fspath__") else str(value))
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON text of ``value``, indented, in ASCII."""
+    return json.dumps(jsonable(value), indent=2, allow_nan=False)
+
+
+def time_text(microseconds: float | None) -> str:
+    """``123 us``, ``4.56 ms`` or ``7.89 s``: three significant digits; ``-`` for no time."""
+    if microseconds is None or not math.isfinite(microseconds):
+        return "-"
+    for factor, unit in ((1e6, "s"), (1e3, "ms")):
+        if microseconds >= factor * 0.9995:
+            return f"{_three(microseconds / factor)} {unit}"
+    return f"{_three(microseconds)} us"
+
+
+def bytes_text(count: float | None) -> str:
+    """``640 B``, ``1.50 KiB`` ... ``2.00 TiB``; ``-`` for no size."""
+    if count is None:
+        return "-"
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{count} B" if unit == "B" else f"{_three(size)} {unit}"
+        size /= 1024
+    return f"{_three(size)} TiB"
+
+
+def percent_text(fraction: float | None) -> str:
+    """``12.3 %``, with a sign only when negative; ``-`` for none."""
+    return "-" if fraction is None or not math.isfinite(fraction) else f"{fraction * 100:.1f} %"
+
+
+def _three(value: float) -> str:
+    """Three significant digits without an exponent."""
+    if value == 0:
+        return "0"
+    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    return f"{value:.{digits}f}"
