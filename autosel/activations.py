@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional as F
+from torch.nn import functional
 
 from autosel.core import Activation
 from autosel.errors import UnsupportedError, field_error
@@ -41,7 +41,7 @@ def _clamped(
 def _silu(gate: torch.Tensor, up: torch.Tensor, c: Constants) -> torch.Tensor:
     if "limit" in c:
         gate, up = _clamped(gate, up, c["limit"])
-    return F.silu(gate) * up
+    return functional.silu(gate) * up
 
 
 def _swiglu_oai(gate: torch.Tensor, up: torch.Tensor, c: Constants) -> torch.Tensor:
@@ -50,7 +50,7 @@ def _swiglu_oai(gate: torch.Tensor, up: torch.Tensor, c: Constants) -> torch.Ten
 
 
 def _swiglu_step(gate: torch.Tensor, up: torch.Tensor, c: Constants) -> torch.Tensor:
-    return F.silu(gate).clamp(max=c["limit"]) * up.clamp(-c["limit"], c["limit"])
+    return functional.silu(gate).clamp(max=c["limit"]) * up.clamp(-c["limit"], c["limit"])
 
 
 def _situ(gate: torch.Tensor, up: torch.Tensor, c: Constants) -> torch.Tensor:
@@ -62,16 +62,16 @@ def _situ(gate: torch.Tensor, up: torch.Tensor, c: Constants) -> torch.Tensor:
 
 _FORMULAS: dict[str, _Formula] = {
     "silu": _Formula(_silu, {"limit": None}),
-    "gelu": _Formula(lambda g, u, c: F.gelu(g) * u, {}),
-    "gelu_tanh": _Formula(lambda g, u, c: F.gelu(g, approximate="tanh") * u, {}),
+    "gelu": _Formula(lambda g, u, c: functional.gelu(g) * u, {}),
+    "gelu_tanh": _Formula(lambda g, u, c: functional.gelu(g, approximate="tanh") * u, {}),
     "swigluoai": _Formula(_swiglu_oai, {"limit": 7.0, "alpha": 1.702, "beta": 1.0}),
     "swigluoai_uninterleave": _Formula(_swiglu_oai, {"limit": None, "alpha": 1.0, "beta": 0.0}),
     "swiglustep": _Formula(_swiglu_step, {"limit": 7.0}),
     "situ": _Formula(_situ, {"beta": None, "linear_beta": None}),
-    "silu_no_mul": _Formula(lambda h, _, c: F.silu(h), {}),
-    "gelu_no_mul": _Formula(lambda h, _, c: F.gelu(h), {}),
-    "gelu_tanh_no_mul": _Formula(lambda h, _, c: F.gelu(h, approximate="tanh"), {}),
-    "relu2_no_mul": _Formula(lambda h, _, c: F.relu(h).square(), {}),
+    "silu_no_mul": _Formula(lambda h, _, c: functional.silu(h), {}),
+    "gelu_no_mul": _Formula(lambda h, _, c: functional.gelu(h), {}),
+    "gelu_tanh_no_mul": _Formula(lambda h, _, c: functional.gelu(h, approximate="tanh"), {}),
+    "relu2_no_mul": _Formula(lambda h, _, c: functional.relu(h).square(), {}),
 }
 
 
