@@ -1,0 +1,110 @@
+"""Timing on the processor: monotonic clock, cache flush, and what else was running.
+
+The flush reads a buffer larger than the last-level cache; its rate is kept beside each sample, so
+it is a bandwidth probe as well: when the host gives less memory bandwidth, the probe shows it.
+Involuntary context switches (``getrusage``), CPU pressure (``/proc/pressure/cpu``) and steal
+(``/proc/stat``) tell a busy machine from a quiet one; where the system lacks one, it is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Mapping
+
+import torch
+
+from autosel import cpuinfo
+from autosel.core import Device, Scalar
+from autosel.timing import Call, Prepared, Sample, TimingSettings
+
+try:
+    import resource
+except ImportError:  # not on Windows
+    resource = None  # type: ignore[assignment]
+
+#: Twice the caches, since replacement is not strictly least recently used and a victim cache
+#: holds what was pushed out; never less than this where the cache's size is unknown.
+FLUSH_FACTOR = 2
+MIN_FLUSH_BYTES = 64 << 20
+
+
+def flush_bytes(device: Device) -> int:
+    """Bytes to read so that nothing useful stays cached; at most a quarter of the memory."""
+    wanted = max(MIN_FLUSH_BYTES, FLUSH_FACTOR * (device.cache_bytes or 0))
+    return min(wanted, device.memory_bytes // 4) if device.memory_bytes else wanted
+
+
+class CpuTimer:
+    """:class:`~autosel.timing.Timer` for the processor this runs on."""
+
+    def __init__(self, device: Device, settings: TimingSettings) -> None:
+        cold = settings.cache == "cold"
+        wanted = flush_bytes(device) if settings.flush_bytes is None else settings.flush_bytes
+        self._flush_bytes = wanted if cold else 0
+        # Ones, not empty: pages that were never written all map to one page of zeros.
+        self._buffer = torch.ones(self._flush_bytes // 4, dtype=torch.float32)
+        self._facts: dict[str, Scalar] = {
+            "cache": settings.cache,
+            "flush_bytes": self._buffer.numel() * 4,
+            "clock": "perf_counter",
+            "threads": torch.get_num_threads(),
+            "huge_pages": os.environ.get("THP_MEM_ALLOC_ENABLE", "0") == "1",
+        }
+
+    @property
+    def facts(self) -> Mapping[str, Scalar]:
+        return self._facts
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def run(self, call: Call) -> None:
+        call()
+
+    def prepare(self, call: Call, settings: TimingSettings) -> Prepared:
+        return Prepared(call)
+
+    def sample(self, call: Call, repeats: int) -> Sample:
+        rate = self._flush()
+        switches = _involuntary_switches()
+        start = time.perf_counter_ns()
+        for _ in range(repeats):
+            call()
+        elapsed = time.perf_counter_ns() - start
+        seen = {} if rate is None else {"flush_gbps": round(rate, 2)}
+        if switches is not None:
+            seen["switches"] = (_involuntary_switches() or 0) - switches
+        return Sample(elapsed / 1e3 / repeats, seen.get("switches", 0) > 0, seen)
+
+    def load(self) -> Mapping[str, float]:
+        found = {"pressure": _pressure_seconds(), "steal": _steal_seconds()}
+        return {name: seconds for name, seconds in found.items() if seconds is not None}
+
+    def _flush(self) -> float | None:
+        """Push everything out of the caches; GB/s of the read, None where nothing is flushed."""
+        if not self._buffer.numel():
+            return None
+        start = time.perf_counter_ns()
+        self._buffer.sum()
+        return self._buffer.numel() * 4 / max(1, time.perf_counter_ns() - start)
+
+
+def _involuntary_switches() -> int | None:
+    """Times that the system took the processor from one of this process's threads."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw if resource else None
+
+
+def _pressure_seconds() -> float | None:
+    """Seconds in which some task on the machine waited for a processor."""
+    found = re.search(r"^some .*total=(\d+)", cpuinfo.read_text("/proc/pressure/cpu"), re.MULTILINE)
+    return int(found[1]) / 1e6 if found else None
+
+
+def _steal_seconds() -> float | None:
+    """Seconds that the hypervisor gave to other guests, averaged over the processors."""
+    fields = cpuinfo.read_text("/proc/stat").split("\n", 1)[0].split()
+    if len(fields) < 9 or not hasattr(os, "sysconf"):
+        return None
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
