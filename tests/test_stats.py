@@ -1,0 +1,149 @@
+"""Estimates, intervals and comparisons of timing samples."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autosel import stats
+from autosel.errors import AutoselError
+
+TIMES = st.lists(st.floats(1e-3, 1e9), min_size=1, max_size=40)
+
+
+def noisy(rng: np.random.Generator, n: int, centre: float = 100.0, noise: float = 0.05):
+    return tuple(centre * (1 + noise * rng.standard_normal(n)))
+
+
+def test_the_ranking_quantile_is_low_on_a_cpu_and_the_median_elsewhere():
+    assert stats.ranking_quantile("cpu") == 0.2
+    assert {stats.ranking_quantile(kind) for kind in ("cuda", "rocm", "xpu")} == {0.5}
+
+
+def test_summary_of_known_samples():
+    summary = stats.summarize([5.0, 1.0, 3.0, 2.0, 4.0], 0.5)
+    assert (summary.estimate_us, summary.median_us, summary.min_us) == (3.0, 3.0, 1.0)
+    assert (summary.low_us, summary.high_us, summary.samples) == (2.0, 4.0, 5)
+    assert summary.spread == pytest.approx(2 / 3)
+
+
+@given(TIMES)
+def test_summary_agrees_with_the_standard_library(times):
+    summary = stats.summarize(times, 0.2)
+    assert summary.median_us == pytest.approx(statistics.median(times))
+    assert summary.min_us == min(times)
+    assert min(times) <= summary.estimate_us <= max(times)
+    assert stats.estimate(times, 0.2).us == pytest.approx(summary.estimate_us)
+
+
+@pytest.mark.parametrize("bad", [[], [math.nan], [1.0, math.inf], [0.0], [-1.0], [1.0, -math.inf]])
+def test_samples_that_are_no_times_are_refused_in_one_line(bad):
+    for use in (stats.summarize, stats.estimate):
+        with pytest.raises(AutoselError, match="times_us: samples: found") as caught:
+            use(bad, 0.5)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("probability", "dof", "expected"),
+    # Printed tables of Student's t (NIST/SEMATECH e-Handbook, section 1.3.6.7.2).
+    [
+        (0.975, 1, 12.706),
+        (0.975, 4, 2.776),
+        (0.995, 10, 3.169),
+        (0.999, 3, 10.215),
+        (0.95, 30, 1.697),
+    ],
+)
+def test_student_t_quantiles_match_printed_tables(probability, dof, expected):
+    assert stats.student_t(probability, dof) == pytest.approx(expected, abs=6e-4)
+
+
+def test_the_same_input_gives_the_same_answer():
+    rng = np.random.default_rng(0)
+    a, b = noisy(rng, 20), noisy(rng, 20)
+    assert stats.compare(a, b, 0.2) == stats.compare(a, b, 0.2)
+
+
+@settings(max_examples=30)
+@given(TIMES, st.floats(1.01, 3.0))
+def test_a_comparison_is_antisymmetric_and_knows_an_exact_factor(times, factor):
+    slower = [factor * t for t in times]
+    there, back = stats.compare(slower, times, 0.2), stats.compare(times, slower, 0.2)
+    assert there.log == pytest.approx(math.log(factor), rel=1e-6)
+    assert there.log == pytest.approx(-back.log)
+    # Shared indices: the same samples scaled differ by a constant in every replica.
+    assert there.stderr == pytest.approx(0.0, abs=1e-9)
+
+
+def test_drift_that_interleaved_samples_share_cancels():
+    rng = np.random.default_rng(1)
+    drift = 1 + 0.5 * rng.random(40)
+    fast = 100 * drift * (1 + 0.002 * rng.standard_normal(40))
+    slow = 103 * drift * (1 + 0.002 * rng.standard_normal(40))
+    together = stats.compare(slow, fast, 0.5)
+    apart = stats.compare(rng.permutation(slow), fast, 0.5)
+    assert together.exceeds(0.01, 0.95)
+    assert not apart.exceeds(0.01, 0.95)
+    assert together.stderr < apart.stderr / 4
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5])
+@pytest.mark.parametrize("n", [5, 8, 20])
+def test_intervals_cover_and_equal_candidates_seldom_look_different(n, quantile):
+    rng = np.random.default_rng(n)
+    tries = 250
+    covered = separated = 0
+    for _ in range(tries):
+        ratio = stats.compare(noisy(rng, n), noisy(rng, n), quantile)
+        low, high = ratio.interval(0.95)
+        covered += low <= 0 <= high
+        separated += ratio.exceeds(0.01, 0.9975)
+    assert covered / tries > 0.89
+    assert separated / tries < 0.02
+
+
+def test_five_samples_settle_a_clear_difference_and_one_wild_sample_does_not_undo_it():
+    fast, slow = [100.0, 101, 99, 100.5, 99.5], [200.0, 202, 198, 201, 199]
+    assert stats.compare(slow, fast, 0.5).exceeds(0.01, 0.9975)
+    assert stats.compare([*slow, *slow], [*fast, *fast[:4], 5000.0], 0.5).exceeds(0.01, 0.9975)
+    assert stats.compare([*slow, *slow], [*fast, *fast[:4], 5000.0], 0.2).exceeds(0.01, 0.9975)
+
+
+def test_one_sample_never_settles_anything():
+    ratio = stats.compare([200.0], [100.0], 0.5)
+    assert ratio.margin == pytest.approx(1.0)
+    assert ratio.interval(0.95) is None
+    assert not ratio.exceeds(0.01, 0.95)
+
+
+def test_different_sample_counts_compare():
+    rng = np.random.default_rng(3)
+    ratio = stats.compare(noisy(rng, 30, 150), noisy(rng, 12, 100), 0.5)
+    assert ratio.exceeds(0.01, 0.9975)
+    assert ratio.dof == 11
+
+
+def test_long_sample_lists_are_resampled_in_pieces(monkeypatch):
+    rng = np.random.default_rng(4)
+    times = noisy(rng, 50)
+    whole = stats.estimate(times, 0.2)
+    monkeypatch.setattr(stats, "_CHUNK", 700)
+    pieces = stats.estimate(times, 0.2)
+    np.testing.assert_array_equal(whole.replicas, pieces.replicas)
+
+
+def test_a_comparison_is_fast():
+    rng = np.random.default_rng(5)
+    a, b = noisy(rng, 50), noisy(rng, 50)
+    stats.compare(a, b, 0.2)
+    start = time.perf_counter()
+    stats.compare(a, b, 0.2)
+    # Milliseconds when the machine is idle; the bound only catches a loop over resamples.
+    assert time.perf_counter() - start < 0.5
