@@ -6,40 +6,14 @@ data sheet's: a kernel of ours may exceed the product's rate, hardly the read's.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
-
 import torch
 
 from autosel.core import Device
 from autosel.dtypes import torch_dtype
-from autosel.timing import TimingSettings, timer_for
+from autosel.roofline import Ceilings
+from autosel.timing import Call, TimingSettings, timer_for
 from autosel.timing_cpu import flush_bytes as cpu_flush_bytes
 from autosel.timing_gpu import flush_bytes as gpu_flush_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Ceilings:
-    """Best rates seen: ``read_gbps`` in 1e9 bytes/s, ``matmul_tflops`` in 1e12 operations/s.
-
-    ``read_bytes`` is the working set of the read and ``matmul_size`` the side of the square
-    product, whose operands are ``dtype``.
-    """
-
-    read_gbps: float
-    matmul_tflops: float
-    dtype: str
-    read_bytes: int
-    matmul_size: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> Ceilings:
-        return Ceilings(**data)
 
 
 def measure_ceilings(
@@ -53,21 +27,18 @@ def measure_ceilings(
     cpu = device.torch_device == "cpu"
     side = size or (1024 if cpu else 8192)
     timer = timer_for(device, TimingSettings(cache="hot"))
-    num_bytes = cpu_flush_bytes(device) if cpu else gpu_flush_bytes(device)
+    num_bytes = 4 * cpu_flush_bytes(device) if cpu else gpu_flush_bytes(device)
     buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device.torch_device)
     left = torch.randn(side, side, device=device.torch_device).to(torch_dtype(dtype))  # [S, S]
     right = torch.randn(side, side, device=device.torch_device).to(torch_dtype(dtype))  # [S, S]
 
-    def best_us(call: Any) -> float:
+    def best_us(call: Call) -> float:
         timer.run(call)
-        return min((timer.sample(call, 1).us for _ in range(repeats)), default=math.inf)
+        return min(timer.sample(call, 1).us for _ in range(max(1, repeats)))
 
     read_us = best_us(lambda: buffer.sum())
     matmul_us = best_us(lambda: left @ right)
     return Ceilings(
         read_gbps=buffer.numel() * 4 / read_us / 1e3,
         matmul_tflops=2 * side**3 / matmul_us / 1e6,
-        dtype=dtype,
-        read_bytes=buffer.numel() * 4,
-        matmul_size=side,
     )

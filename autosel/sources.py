@@ -1,0 +1,124 @@
+"""Where a layer's weights come from: a recipe that is small, picklable and loads when asked.
+
+A sweep, and a child process that runs one of its candidates, are handed a source and not the
+weights themselves.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
+from autosel.dtypes import torch_dtype
+from autosel.packing import pack_last, unpack_last
+
+
+class WeightSource(Protocol):
+    """What a sweep needs to know about weights."""
+
+    @property
+    def problem(self) -> Problem:
+        """The layer, known without reading any weight."""
+
+    @property
+    def label(self) -> str:
+        """Short text for people: which model, which layer."""
+
+    def load(self, device: str | torch.device = "cpu") -> CanonicalExperts:
+        """The layer's experts on ``device``; the same bits on every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class RandomSource:
+    """Made-up weights of a real shape, the same for one seed (and NumPy).
+
+    Codes are uniform over their whole range, code 0 included. Zero points scatter about the
+    middle. Scales are log-normal about the size that keeps a unit input's output near unit size,
+    so that activations stay in a realistic range. Act-order is a random order of the inputs, one
+    an expert. Every expert has a stream of random numbers of its own.
+    """
+
+    problem: Problem
+    seed: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"made-up weights, seed {self.seed}"
+
+    def load(self, device: str | torch.device = "cpu") -> CanonicalExperts:
+        """Generated expert by expert on the CPU, so that a large layer needs one copy only."""
+        return CanonicalExperts(
+            self.problem,
+            self._weight(self.problem.w13, self.problem.w13_shape, 0, device),
+            self._weight(self.problem.w2, self.problem.w2_shape, 1, device),
+        )
+
+    def _weight(
+        self,
+        scheme: QuantScheme,
+        shape: tuple[int, int, int],
+        which: int,
+        device: str | torch.device,
+    ) -> QuantWeight:
+        experts, outputs, inputs = shape
+        made: dict[str, torch.Tensor] = {}
+        for expert in range(experts):
+            # A key is 128 bits wide: seed, weight and expert do not run into each other.
+            rng = np.random.Generator(np.random.Philox(key=[self.seed, which << 32 | expert]))
+            for name, tensor in self._expert(scheme, outputs, inputs, rng).items():
+                if name not in made:
+                    size = (experts, *tensor.shape)
+                    made[name] = torch.empty(size, dtype=tensor.dtype, device=device)
+                made[name][expert].copy_(tensor)
+        return QuantWeight(
+            scheme=scheme,
+            num_inputs=inputs,
+            codes=made["codes"],
+            scales=made["scales"],
+            zero_points=made.get("zero_points"),
+            g_idx=made.get("g_idx"),
+            bias=made.get("bias"),
+        )
+
+    def _expert(
+        self, scheme: QuantScheme, outputs: int, inputs: int, rng: np.random.Generator
+    ) -> dict[str, torch.Tensor]:
+        groups = scheme.num_groups(inputs)
+        levels = 1 << scheme.num_bits
+        made = {"codes": _random_codes(scheme, outputs, inputs, rng)}  # int32 [N, W]
+        # Uniform codes spread levels / sqrt(12) about their middle.
+        typical = math.sqrt(12 / inputs) / levels
+        spread = _normal(rng, outputs, groups).mul_(0.3).exp_()  # [N, G]
+        made["scales"] = spread.mul_(typical).to(torch_dtype(scheme.scale_dtype))
+        if not scheme.symmetric:
+            zeros = _normal(rng, outputs, groups).mul_(levels / 8).add_(levels / 2)
+            made["zero_points"] = zeros.round_().clamp_(0, levels - 1).to(torch.uint8)  # [N, G]
+        if scheme.has_g_idx:
+            size = inputs if scheme.group_size == -1 else scheme.group_size
+            order = torch.from_numpy(rng.permutation(inputs))
+            made["g_idx"] = (order // size).to(torch.int32)  # [K]
+        if self.problem.has_bias:
+            bias = _normal(rng, outputs).mul_(0.1)  # [N]
+            made["bias"] = bias.to(torch_dtype(self.problem.act_dtype))
+        return made
+
+
+def _random_codes(
+    scheme: QuantScheme, outputs: int, inputs: int, rng: np.random.Generator
+) -> torch.Tensor:
+    """Uniform codes, packed: random words are that, save for the padding of a partial last word."""
+    words = -(-inputs // scheme.pack_factor)
+    raw = np.frombuffer(rng.bytes(outputs * words * 4), dtype="<i4").astype(np.int32)
+    packed = torch.from_numpy(raw).reshape(outputs, words)  # int32 [N, W]
+    if inputs % scheme.pack_factor:
+        packed = pack_last(unpack_last(packed, scheme.num_bits, inputs), scheme.num_bits)
+    return packed
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> torch.Tensor:
+    return torch.from_numpy(rng.standard_normal(shape, dtype=np.float32))
