@@ -113,8 +113,9 @@ def _random_codes(
 ) -> torch.Tensor:
     """Uniform codes, packed: random words are that, save for the padding of a partial last word."""
     words = -(-inputs // scheme.pack_factor)
-    raw = np.frombuffer(rng.bytes(outputs * words * 4), dtype="<i4").astype(np.int32)
-    packed = torch.from_numpy(raw).reshape(outputs, words)  # int32 [N, W]
+    raw = np.asarray(rng.bit_generator.random_raw(-(-outputs * words // 2)), dtype="<u8")
+    packed = torch.from_numpy(raw.view("<i4")[: outputs * words].astype(np.int32, copy=False))
+    packed = packed.reshape(outputs, words)  # int32 [N, W]
     if inputs % scheme.pack_factor:
         packed = pack_last(unpack_last(packed, scheme.num_bits, inputs), scheme.num_bits)
     return packed
