@@ -84,14 +84,18 @@ def usable_cpus() -> set[int]:
 
 
 def total_memory() -> int | None:
-    """Physical memory, or the container's limit where that is smaller."""
+    """Physical memory, or the container's limit where that is smaller; in steps of 256 MiB.
+
+    A kernel update moves the exact figure by some megabytes, which makes no other machine.
+    """
     limits = []
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     container = cgroup("memory.max", "memory/memory.limit_in_bytes")
     if container is not None:
         limits.append(container)
-    return min(limits, default=None)
+    step = 1 << 28
+    return max(step, round(min(limits) / step) * step) if limits else None
 
 
 def cgroup(*names: str) -> int | None:

@@ -109,7 +109,7 @@ class Timer(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Scalar]:
-        """What every sample of this timer has in common."""
+        """How this timer measures: samples with equal facts may be compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,8 +117,8 @@ class TimedSamples:
     """One candidate's samples in the order taken.
 
     ``timing`` is what :class:`~autosel.core.Measurement` keeps of how they were taken: the timer's
-    facts, ``blocks`` (sizes of the blocks, for pairing), per-sample lists as text, the share of
-    the time in which others competed, and ``limited`` when the wall-time limit cut samples.
+    facts, the sizes of the blocks (for pairing), lists with one figure a sample as text, the share
+    of the wall time in which others competed, and ``limited`` where the limit cut samples.
     ``error`` is what the candidate raised, if it did.
     """
 
@@ -262,17 +262,20 @@ class _Track:
 
     def result(self) -> TimedSamples:
         wall = max(self.spent_s, 1e-9)
-        facts: dict[str, Scalar] = {**self.timer.facts, **self.facts}
-        facts["blocks"] = ",".join(map(str, self.blocks))
-        facts["repeats"] = self.repeats
-        facts["limited"] = self.limited
-        facts["disturbed"] = sum(sample.disturbed for sample in self.samples)
-        facts["wall_s"] = round(self.spent_s, 4)
-        facts |= {f"{name}_share": round(s / wall, 4) for name, s in self.load.items()}
+        seen: dict[str, Scalar] = {
+            **self.facts,
+            "blocks": ",".join(map(str, self.blocks)),
+            "repeats": self.repeats,
+            "limited": self.limited,
+            "disturbed": sum(sample.disturbed for sample in self.samples),
+            "wall_s": round(self.spent_s, 4),
+            **{f"{name}_share": round(s / wall, 4) for name, s in self.load.items()},
+        }
         for name in self.samples[0].seen if self.samples else ():
-            facts[name] = ",".join(f"{sample.seen[name]:g}" for sample in self.samples)
+            seen[name] = ",".join(f"{sample.seen[name]:g}" for sample in self.samples)
+        facts = tuple(sorted({**self.timer.facts, **seen}.items()))
         times = tuple(sample.us for sample in self.samples)
-        return TimedSamples(times, self.first_ms, tuple(sorted(facts.items())), self.error)
+        return TimedSamples(times, self.first_ms, facts, self.error)
 
     @contextmanager
     def _watch(self) -> Iterator[None]:

@@ -46,6 +46,7 @@ class GpuTimer:
             "cache": settings.cache,
             "flush_bytes": self._buffer.numel() * 4,
             "clock": "device events",
+            "graph": settings.graph,
         }
 
     @property
@@ -61,14 +62,15 @@ class GpuTimer:
 
     def prepare(self, call: Call, settings: TimingSettings) -> Prepared:
         if not settings.graph or not hasattr(self._api, "CUDAGraph"):
-            return Prepared(call, {"graph": False})
+            return Prepared(call, {"captured": False})
         try:
-            return Prepared(self._capture(call).replay, {"graph": True})
+            return Prepared(self._capture(call).replay, {"captured": True})
         except (RuntimeError, NotImplementedError) as error:
             # A poisoned context raises again here and is the candidate's failure; an operator
             # that only refuses capture (it synchronises, or allocates) is timed as it is.
             self.run(call)
-            return Prepared(call, {"graph": False, "graph_error": " ".join(str(error).split())})
+            reason = " ".join(str(error).split())
+            return Prepared(call, {"captured": False, "capture_error": reason})
 
     def sample(self, call: Call, repeats: int) -> Sample:
         start = self._api.Event(enable_timing=True)
