@@ -1,0 +1,194 @@
+"""How every figure looks, and how it reaches a file without a display.
+
+Series differ in colour, marker and line style at once, so that a figure survives a black-and-white
+printer. Colours are those of Okabe and Ito's palette for all kinds of colour vision
+(https://jfly.uni-koeln.de/color/). Figures are made without pyplot, so neither MPLBACKEND nor
+DISPLAY nor a user's matplotlibrc changes them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import textwrap
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autosel.atomic import atomic_file
+from autosel.errors import AutoselError, MissingPackageError, field_error
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMATS = (".png", ".svg")
+
+GREY = "#555555"
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F6000")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h")
+_LINES: tuple[Any, ...] = (
+    "-",
+    (0, (5, 1.5)),
+    (0, (1, 1)),
+    (0, (6, 1.5, 1, 1.5)),
+    (0, (3, 1, 1, 1, 1, 1)),
+    (0, (8, 2)),
+    (0, (2, 2)),
+)
+_RC = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.0,
+    "axes.titlesize": 9.0,
+    "axes.labelsize": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+    "svg.hashsalt": "autosel",
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "savefig.dpi": 150,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """One series' colour, marker and line style."""
+
+    colour: str
+    marker: str
+    line: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Caption:
+    """The words around a figure: a title, a line under it and the footer's lines."""
+
+    title: str
+    subtitle: str = ""
+    footer: tuple[str, ...] = ()
+
+
+def styles(names: Iterable[str]) -> dict[str, Style]:
+    """A style for each name, the same for the same set of names whatever their order."""
+    return {
+        name: Style(
+            _COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)]
+        )
+        for i, name in enumerate(sorted(set(names)))
+    }
+
+
+def check_path(path: str | Path) -> Path:
+    """``path`` if a figure can be written there; asked before any work is done for it."""
+    target = Path(path)
+    if target.suffix.lower() not in FORMATS:
+        raise AutoselError(
+            field_error(str(target), "suffix", repr(target.suffix), " or ".join(FORMATS))
+        )
+    if not target.absolute().parent.is_dir():
+        raise AutoselError(
+            field_error(str(target), "folder", "nothing", f"a folder {target.absolute().parent}")
+        )
+    return target
+
+
+def save(figure: Figure, path: str | Path) -> Path:
+    """Write the figure as PNG or SVG by suffix; nothing is left behind when that fails."""
+    target = check_path(path)
+    kind = target.suffix.lower().removeprefix(".")
+    # A date inside the file would make equal figures differ.
+    metadata = {"Date": None} if kind == "svg" else {"Software": "autosel"}
+    with drawing(), atomic_file(target) as partial:
+        figure.savefig(partial, format=kind, metadata=metadata)
+    return target
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A captioned figure and the box, in fractions of it, that is left for axes."""
+
+    figure: Figure
+    left: float
+    bottom: float
+    right: float
+    top: float
+
+    @property
+    def inches(self) -> tuple[float, float]:
+        """Width and height of the free box."""
+        width, height = self.figure.get_size_inches()
+        return (self.right - self.left) * float(width), (self.top - self.bottom) * float(height)
+
+
+def new_frame(size: tuple[float, float], caption: Caption) -> Frame:
+    """A figure of ``size`` inches on the Agg canvas with its caption drawn, wrapped to fit."""
+    width, height = size
+    figure: Figure = _module("matplotlib.figure").Figure(figsize=size)
+    _module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    room = width - 2 * _MARGIN
+    title = wrap(caption.title, room, 11, bold=True)
+    subtitle = wrap(caption.subtitle, room, 8.5)
+    footer = [line for text in caption.footer for line in wrap(text, room, 7)]
+    y = height - _MARGIN
+    looks: tuple[tuple[list[str], float, dict[str, Any]], ...] = (
+        (title, 11, {"fontweight": "bold"}),
+        (subtitle, 8.5, {"color": GREY}),
+    )
+    for lines, points, look in looks:
+        figure.text(
+            _MARGIN / width, y / height, "\n".join(lines), va="top", ha="left", fontsize=points,
+            linespacing=1.25, **look,
+        )  # fmt: skip
+        y -= len(lines) * points * 1.45 / 72
+    figure.text(
+        _MARGIN / width, _MARGIN / height, "\n".join(footer), va="bottom", ha="left", fontsize=7,
+        linespacing=1.25, color=GREY,
+    )  # fmt: skip
+    floor = _MARGIN + len(footer) * 7 * 1.45 / 72 + 0.05
+    return Frame(figure, _MARGIN / width, floor / height, 1 - _MARGIN / width, (y - 0.05) / height)
+
+
+_MARGIN = 0.12  # inches
+
+
+def wrap(text: str, inches: float, points: float, *, bold: bool = False) -> list[str]:
+    """``text`` in lines of at most about ``inches``; empty text gives no line.
+
+    DejaVu Sans letters are 0.55 of the font size wide on average, bold ones 0.63.
+    """
+    letters = int(inches * 72 / (points * (0.63 if bold else 0.55)))
+    return textwrap.wrap(text, max(letters, 10))
+
+
+@contextmanager
+def drawing() -> Iterator[None]:
+    """Our own settings in force, the user's out of force."""
+    matplotlib = _module("matplotlib")
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_RC)
+        yield
+
+
+def _module(name: str) -> Any:
+    """Import a part of matplotlib whatever its environment variables say.
+
+    A broken MPLBACKEND makes the import itself fail, and a home folder that cannot be written
+    makes it complain; neither matters for writing a file.
+    """
+    kept = {key: os.environ.pop(key) for key in ("MPLBACKEND",) if key in os.environ}
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingPackageError(
+            field_error("plot", "package matplotlib", f"none ({error})", "pip install matplotlib")
+        ) from error
+    finally:
+        os.environ.update(kept)

@@ -1,0 +1,56 @@
+"""Layers and devices in words, for reports and figure captions."""
+
+from __future__ import annotations
+
+from autosel.core import Device, Problem, QuantScheme
+
+
+def scheme_text(scheme: QuantScheme) -> str:
+    """``int4 group 128 symmetric``; whole-channel groups and act-order are named."""
+    group = "per channel" if scheme.group_size == -1 else f"group {scheme.group_size}"
+    zeros = "symmetric" if scheme.symmetric else "asymmetric"
+    order = ", act-order" if scheme.has_g_idx else ""
+    return f"int{scheme.num_bits} {group} {zeros}{order}"
+
+
+def quant_text(problem: Problem) -> str:
+    """Both matrices' schemes, once when they are the same."""
+    if problem.w13 == problem.w2:
+        return scheme_text(problem.w13)
+    return f"w13 {scheme_text(problem.w13)}, w2 {scheme_text(problem.w2)}"
+
+
+def shape_text(problem: Problem) -> str:
+    """``8 experts, top-2, hidden 4096, intermediate 14336``; names what only this rank holds."""
+    local = problem.num_local_experts
+    here = "" if local == problem.num_experts else f" ({local} on this rank)"
+    plural = "" if problem.num_experts == 1 else "s"
+    return (
+        f"{problem.num_experts} expert{plural}{here}, top-{problem.top_k}, "
+        f"hidden {problem.hidden_size}, intermediate {problem.intermediate_size}"
+    )
+
+
+def problem_text(problem: Problem) -> str:
+    """Everything that a decision depends on, in one sentence without a full stop."""
+    extras = [problem.activation.key, f"{problem.act_dtype} activations"]
+    if problem.has_bias:
+        extras.append("bias")
+    if problem.router_weight_on_input:
+        extras.append("router weight on the input")
+    return f"{shape_text(problem)}; {quant_text(problem)}; " + ", ".join(extras)
+
+
+def device_text(device: Device) -> str:
+    """Kind, name, threads and driver, for a footer."""
+    parts = [device.name or f"unnamed {device.kind} device"]
+    if device.threads is not None:
+        parts.append(f"{device.threads} thread{'' if device.threads == 1 else 's'}")
+    if device.driver:
+        parts.append(f"driver {device.driver}")
+    return ", ".join(parts)
+
+
+def versions_text(device: Device) -> str:
+    """``torch 2.13.0, triton 3.7.1``."""
+    return ", ".join(f"{package} {version}" for package, version in device.versions)
