@@ -1,0 +1,78 @@
+"""Which measured token count answers for which token counts."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+
+from autosel.core import Decision, TokenBucket
+from autosel.errors import AutoselError, NothingUsableError, field_error
+
+
+def buckets(token_counts: Iterable[int]) -> tuple[TokenBucket, ...]:
+    """One bucket around each measured token count, together covering every M >= 1.
+
+    M belongs to the nearest measured count in proportion (on a logarithmic axis), to the smaller
+    one when both are equally near: between neighbours a and b the border is the integer part of
+    ``sqrt(a * b)``. Latency curves are close to straight on log-log axes between neighbours, so
+    this bounds how far a bucket's decision is carried from where it was measured.
+    """
+    given = list(token_counts)
+    if not given:
+        raise AutoselError(field_error("buckets", "token counts", "none", "at least one"))
+    for count in given:
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise AutoselError(
+                field_error("buckets", "token count", repr(count), "a whole number of at least 1")
+            )
+    counts = sorted(set(given))
+    highs: list[int | None] = [math.isqrt(a * b) for a, b in itertools.pairwise(counts)]
+    lows = [1, *(high + 1 for high in highs if high is not None)]
+    return tuple(map(TokenBucket, lows, [*highs, None], counts))
+
+
+def bucket_for(found: Sequence[TokenBucket], num_tokens: int) -> TokenBucket:
+    """The bucket of ``num_tokens`` among sorted buckets that do not overlap.
+
+    Raises NothingUsableError when none covers it.
+    """
+    index = bisect.bisect_right(found, num_tokens, key=attrgetter("low")) - 1
+    if num_tokens < 1 or index < 0 or num_tokens not in found[index]:
+        known = ", ".join(bucket.label for bucket in found) or "no bucket"
+        raise NothingUsableError(
+            field_error("decision", "tokens", num_tokens, f"a token count in {known}")
+        )
+    return found[index]
+
+
+def newest_cover(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
+    """Decisions whose buckets do not overlap, sorted, from decisions given newest first.
+
+    An older one keeps only the tokens that no newer one covers, so that a later, interrupted or
+    narrower sweep replaces exactly what it measured.
+    """
+    kept: list[Decision] = []
+    for decision in decisions:
+        for low, high in _uncovered(decision.bucket, kept):
+            kept.append(replace(decision, bucket=replace(decision.bucket, low=low, high=high)))
+    return tuple(sorted(kept, key=lambda d: d.bucket.low))
+
+
+def _uncovered(bucket: TokenBucket, taken: Iterable[Decision]) -> list[tuple[int, int | None]]:
+    gaps: list[tuple[int, int | None]] = []
+    low = bucket.low
+    for other in sorted((d.bucket for d in taken), key=lambda b: b.low):
+        if bucket.high is not None and other.low > bucket.high:
+            break
+        if other.low > low:
+            gaps.append((low, other.low - 1))
+        if other.high is None:
+            return gaps
+        low = max(low, other.high + 1)
+    if bucket.high is None or low <= bucket.high:
+        gaps.append((low, bucket.high))
+    return gaps

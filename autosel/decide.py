@@ -1,0 +1,307 @@
+"""Measurements in, decisions out: pure functions without torch, clock or database.
+
+**Who wins.** Among the candidates that are correct and allowed, the fastest by its ranking
+quantile (:mod:`autosel.stats`). A rival counts as slower only when the interval of their ratio
+lies wholly above ``1 + epsilon``. Intervals are shown at ``confidence`` but judged at
+``1 - (1 - confidence) / RERUNS``: a 95 % interval would separate two equal candidates about once
+in twenty tunings, so some of twenty reruns, or of twenty ranks, would disagree. All
+that is not separated from the fastest is a tie, and then the canonical order decides.
+
+**Canonical order** of tied candidates: exact weights and activations before 8-bit activations,
+fewer bytes of packed weights, backend name, a backend's default before its tuned settings, then
+parameters by name and value. It depends on no timing, so reruns and ranks agree. It never
+prefers a candidate whose estimate is more than ``TIE_LIMIT`` above the fastest, since that few
+samples say too little to give so much away.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from autosel import stats
+from autosel.buckets import bucket_for, buckets, newest_cover
+from autosel.core import (
+    Candidate,
+    Decision,
+    Measurement,
+    Problem,
+    Reason,
+    Rejected,
+    TokenBucket,
+)
+from autosel.errors import AutoselError, NothingUsableError, field_error
+from autosel.records import timing_mode
+
+__all__ = [
+    "NothingUsable",
+    "Requirement",
+    "backends_only",
+    "bucket_for",
+    "buckets",
+    "canonical_order",
+    "decide",
+    "max_weight_bytes",
+    "newest_cover",
+]
+
+RERUNS = 20
+TIE_LIMIT = 0.15
+
+#: Says why a measured candidate may not be chosen, or None when it may.
+Requirement = Callable[[Measurement], Reason | None]
+
+
+@dataclass(frozen=True, slots=True)
+class NothingUsable:
+    """No candidate of a bucket may be chosen; ``rejected`` has each with its reason."""
+
+    problem: Problem
+    bucket: TokenBucket
+    routing: str
+    why: str
+    rejected: tuple[Rejected, ...] = ()
+
+    def error(self) -> NothingUsableError:
+        return NothingUsableError(self.why)
+
+
+def backends_only(names: Collection[str]) -> Requirement:
+    """Requirement: one of these backends."""
+    wanted = ", ".join(sorted(names))
+    return lambda m: (
+        None if m.candidate.backend in names else Reason("backend", m.candidate.backend, wanted)
+    )
+
+
+def max_weight_bytes(limit: int) -> Requirement:
+    """Requirement: packed weights of at most ``limit`` bytes; an unknown size does not pass."""
+    return lambda m: (
+        None
+        if m.weight_bytes is not None and m.weight_bytes <= limit
+        else Reason("weight_bytes", str(m.weight_bytes), f"at most {limit}")
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Entry:
+    """A correct, timed candidate with its estimate."""
+
+    measurement: Measurement
+    estimate: stats.Estimate
+
+    @property
+    def candidate(self) -> Candidate:
+        return self.measurement.candidate
+
+    @property
+    def us(self) -> float:
+        return self.estimate.us
+
+
+def decide(
+    measurements: Sequence[Measurement],
+    *,
+    bucket: TokenBucket | None = None,
+    defaults: Collection[Candidate] = (),
+    allow_a8: bool = False,
+    require: Sequence[Requirement] = (),
+    epsilon: float = 0.01,
+    confidence: float = 0.95,
+) -> Decision | NothingUsable:
+    """Choose for one bucket from what was measured at one token count.
+
+    measurements  one problem, token count, routing, device and timing mode; where a candidate
+                  stands in the list twice, the later entry counts (AutoselError when mixed)
+    bucket        the tokens the answer holds for; only the measured count when left out
+    defaults      the backends' built-in settings, kept unless something is clearly faster
+    allow_a8      whether 8-bit activations may win; otherwise the best one is only reported
+    require       further conditions; who fails one is rejected with its reason
+    """
+    current = list({m.candidate: m for m in measurements}.values())
+    _check_alike(current)
+    first = current[0]
+    bucket = bucket or TokenBucket(first.num_tokens, first.num_tokens, first.num_tokens)
+    quantile = stats.ranking_quantile(first.device.kind)
+    rejected: list[Rejected] = []
+    allowed: list[_Entry] = []
+    a8: list[_Entry] = []
+    for m in current:
+        reason = _unusable(m, require)
+        if reason is not None:
+            rejected.append(Rejected(m.candidate, m.status, reason, m.accuracy))
+            continue
+        entry = _Entry(m, stats.estimate(m.times_us, quantile))
+        (allowed if allow_a8 or m.accuracy == "exact" else a8).append(entry)
+    if not allowed:
+        rejected = [_barred(e, None, confidence) for e in sorted(a8, key=_us)] + rejected
+        why = _why_nothing(rejected)
+        return NothingUsable(first.problem, bucket, first.routing, why, tuple(rejected))
+
+    ranked = sorted(allowed, key=_us)
+    fastest = ranked[0]
+    strict = 1 - (1 - confidence) / RERUNS
+    tied = [e for e in ranked if not e.estimate.over(fastest.estimate).exceeds(epsilon, strict)]
+    close = [e for e in tied if e.us <= fastest.us * (1 + TIE_LIMIT)]
+    winner = min(close, key=lambda e: canonical_order(e.measurement, defaults))
+    tie = len(tied) > 1
+    others = [e for e in (tied if tie else ranked) if e is not winner]
+    runner_up = others[0] if others else None
+    ratio = runner_up.estimate.over(winner.estimate) if runner_up else None
+    slower = [_slower(e, winner, e in tied, confidence) for e in ranked if e is not winner]
+    barred = [_barred(e, winner, confidence) for e in sorted(a8, key=_us)]
+    decision = Decision(
+        problem=first.problem,
+        bucket=bucket,
+        routing=first.routing,
+        winner=winner.candidate,
+        winner_us=winner.us,
+        runner_up=runner_up.candidate if runner_up else None,
+        runner_up_us=runner_up.us if runner_up else None,
+        margin=ratio.margin if ratio else None,
+        margin_interval=ratio.interval(confidence) if ratio else None,
+        tie=tie,
+        why="",
+        rejected=(*slower, *barred, *rejected),
+        accuracy=winner.measurement.accuracy,
+    )
+    why = _why(decision, len(tied), confidence)
+    if winner.candidate in defaults:
+        why += _default_kept(winner, ranked)
+    if barred and a8[0].us < winner.us:
+        why += f"; {barred[0].candidate.key} {barred[0].reason}"
+    return replace(decision, why=why)
+
+
+def canonical_order(m: Measurement, defaults: Collection[Candidate] = ()) -> tuple[object, ...]:
+    """Sort key of tied candidates; see the head of this module."""
+    params = tuple((name, _sortable(value)) for name, value in m.candidate.params)
+    return (
+        m.accuracy != "exact",
+        math.inf if m.weight_bytes is None else m.weight_bytes,
+        m.candidate.backend,
+        m.candidate not in defaults,
+        params,
+        m.candidate.layout,
+    )
+
+
+def _us(entry: _Entry) -> float:
+    return entry.us
+
+
+def _sortable(value: object) -> tuple[str, float, str]:
+    number = isinstance(value, int | float)
+    kind = "number" if number else type(value).__name__
+    return (kind, float(value) if number else 0.0, str(value))  # type: ignore[arg-type]
+
+
+def _check_alike(measurements: Sequence[Measurement]) -> None:
+    if not measurements:
+        raise AutoselError(field_error("decide", "measurements", "none", "at least one"))
+    first = measurements[0]
+    for m in measurements:
+        for name in ("problem", "num_tokens", "routing", "device"):
+            if getattr(m, name) != getattr(first, name):
+                raise AutoselError(
+                    field_error(
+                        "decide",
+                        name,
+                        f"{getattr(first, name)!r} and {getattr(m, name)!r}",
+                        "one value in all measurements",
+                    )
+                )
+    # A candidate that cannot be captured in a graph is timed as it would run: without one. Its
+    # other settings must be those of its rivals. Who failed before timing has none.
+    modes = [{**timing_mode(m.timing), "graph": None} for m in measurements if m.status == "ok"]
+    for mode in modes:
+        if mode != modes[0]:
+            raise AutoselError(
+                field_error("decide", "timing", f"{modes[0]} and {mode}", "one mode in all")
+            )
+
+
+def _unusable(m: Measurement, require: Sequence[Requirement]) -> str | None:
+    """Why a measurement cannot win, in words; None when it is correct, timed and permitted."""
+    if m.status != "ok":
+        return f"{_STATUS_WORDS.get(m.status, m.status)}: {m.reason or 'no reason was recorded'}"
+    if m.errors is not None and (m.errors.rel_rms is None or not math.isfinite(m.errors.rel_rms)):
+        return "its distance from the reference is not finite"
+    try:
+        stats.checked(m.times_us)
+    except AutoselError as error:
+        return f"no usable time: {error}"
+    reasons = [str(reason) for check in require if (reason := check(m)) is not None]
+    return "; ".join(reasons) or None
+
+
+_STATUS_WORDS = {
+    "unsupported": "not supported",
+    "wrong": "wrong result",
+    "nonfinite": "result is not finite",
+    "oom": "does not fit in memory",
+    "timeout": "ran past its time limit",
+    "crashed": "took its process down",
+}
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g} %"
+
+
+def _span(ratio: stats.LogRatio, confidence: float) -> str:
+    interval = ratio.interval(confidence)
+    if interval is None:
+        return "too few samples for an interval"
+    low, high = interval
+    return f"{confidence:.0%} interval {100 * low:.3g} to {100 * high:.3g} %"
+
+
+def _slower(entry: _Entry, winner: _Entry, tied: bool, confidence: float) -> Rejected:
+    ratio = entry.estimate.over(winner.estimate)
+    span = _span(ratio, confidence)
+    if tied:
+        reason = f"within the noise of the winner: {_percent(ratio.margin)} ({span})"
+    else:
+        reason = f"slower by {_percent(ratio.margin)} ({span})"
+    m = entry.measurement
+    return Rejected(m.candidate, m.status, reason, m.accuracy, entry.us)
+
+
+def _barred(entry: _Entry, winner: _Entry | None, confidence: float) -> Rejected:
+    """An 8-bit-activation candidate that was not allowed, with what it would gain."""
+    reason = "not allowed (quantises activations to 8 bits)"
+    if winner is not None:
+        gain = winner.estimate.over(entry.estimate)
+        verb = "would gain" if gain.margin > 0 else "would gain nothing:"
+        reason += f"; {verb} {_percent(gain.margin)} ({_span(gain, confidence)})"
+    m = entry.measurement
+    return Rejected(m.candidate, m.status, reason, m.accuracy, entry.us)
+
+
+def _why(d: Decision, tied: int, confidence: float) -> str:
+    at = f"{d.winner.key} takes {d.winner_us:.4g} us at {d.bucket.measured} tokens"
+    if d.runner_up is None or d.margin is None:
+        return f"{at} and is the only candidate that may be chosen"
+    if d.margin_interval is None:
+        span = "too few samples for an interval"
+    else:
+        low, high = d.margin_interval
+        span = f"{confidence:.0%} interval {100 * low:.3g} to {100 * high:.3g} %"
+    versus = f"{d.runner_up.key} with {d.runner_up_us:.4g} us ({_percent(d.margin)}; {span})"
+    if d.tie:
+        return f"{at}; tie of {tied} within the noise, next {versus}; canonical order decided"
+    return f"{at}, faster than {versus}"
+
+
+def _default_kept(winner: _Entry, ranked: Sequence[_Entry]) -> str:
+    tuned = sum(e.candidate.backend == winner.candidate.backend for e in ranked) - 1
+    if not tuned:
+        return ""
+    return f"; its default settings are kept, none of {tuned} tuned ones is clearly faster"
+
+
+def _why_nothing(rejected: Sequence[Rejected]) -> str:
+    reasons = "; ".join(f"{r.candidate.key} {r.reason}" for r in rejected)
+    return f"nothing usable: none of {len(rejected)} candidates may be chosen ({reasons})"

@@ -1,0 +1,191 @@
+"""Text forms of the core types: what identifies them in a database, and their JSON export.
+
+Two things are the same thing to a database when their texts here are equal, so every property
+that can change which kernel is right or fast must be part of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, get_args
+
+from autosel import stats
+from autosel.core import (
+    Candidate,
+    Decision,
+    Device,
+    ErrorFigures,
+    Measurement,
+    Problem,
+    Rejected,
+    Scalar,
+    Status,
+)
+from autosel.errors import StoreError, field_error
+
+Timing = tuple[tuple[str, Scalar], ...]
+
+#: Names in ``Measurement.timing`` that say how it was timed: measurements that differ in one of
+#: them stand side by side. All other names are observations (load, samples taken, wall time).
+MODE_NAMES = ("cache", "clock", "graph", "huge_pages")
+
+
+def timing_mode(timing: Timing) -> dict[str, Scalar]:
+    """The part of ``timing`` that belongs to a measurement's identity; empty if never timed."""
+    known = dict(timing)
+    return {name: known[name] for name in MODE_NAMES if name in known}
+
+
+def to_json(value: object) -> str:
+    """Canonical JSON: sorted names, no spaces, no NaN or infinity (StoreError)."""
+    try:
+        return json.dumps(
+            value, sort_keys=True, separators=(",", ":"), allow_nan=False, ensure_ascii=False
+        )
+    except (TypeError, ValueError) as error:
+        raise StoreError(field_error("record", "value", error, "plain finite JSON")) from None
+
+
+def problem_text(problem: Problem) -> str:
+    """Identity of a layer: its logical sizes and everything else, never a packed size."""
+    data = problem.to_dict()
+    # 7 and 7.0 are one limit; JSON would tell them apart.
+    data["activation"] = {
+        name: float(value) if isinstance(value, int) else value
+        for name, value in data["activation"].items()
+    }
+    return to_json(data)
+
+
+def device_text(device: Device) -> str:
+    """Identity of the hardware, without driver and packages."""
+    data = device.to_dict()
+    del data["driver"], data["versions"]
+    return to_json(data)
+
+
+def versions_text(device: Device) -> str:
+    """Identity of the software on it: driver and package versions."""
+    return to_json({"driver": device.driver, "packages": dict(device.versions)})
+
+
+def device_from_texts(device: str, versions: str) -> Device:
+    software = json.loads(versions)
+    return Device.from_dict(
+        {**json.loads(device), "driver": software["driver"], "versions": software["packages"]}
+    )
+
+
+def problem_from_text(text: str) -> Problem:
+    return Problem.from_dict(json.loads(text))
+
+
+def candidate_dict(candidate: Candidate) -> dict[str, Any]:
+    return {
+        "backend": candidate.backend,
+        "params": candidate.params_dict,
+        "layout": candidate.layout,
+    }
+
+
+def candidate_from_dict(data: Mapping[str, Any]) -> Candidate:
+    return Candidate.of(data["backend"], data["params"], data["layout"])
+
+
+def check_measurement(m: Measurement) -> None:
+    """StoreError unless ``m`` can be stored and read back without misleading anybody."""
+    where = f"measurement of {m.candidate.key} at {m.num_tokens} tokens"
+    if m.status not in get_args(Status):
+        expected = "one of " + ", ".join(get_args(Status))
+        raise StoreError(field_error(where, "status", repr(m.status), expected))
+    if m.num_tokens < 1:
+        raise StoreError(field_error(where, "num_tokens", m.num_tokens, "at least 1"))
+    if m.status == "ok" and not m.times_us:
+        raise StoreError(field_error(where, "times_us", "no sample", "at least 1 when ok"))
+    if m.status != "ok" and not m.reason:
+        raise StoreError(field_error(where, "reason", "nothing", f"why it is {m.status}"))
+    for time_us in m.times_us:
+        if not (math.isfinite(time_us) and time_us > 0):
+            raise StoreError(field_error(where, "times_us", time_us, "finite and above 0"))
+    figures = asdict(m.errors) if m.errors else {}
+    for name, value in {
+        **figures,
+        "pack_ms": m.pack_ms,
+        "first_call_ms": m.first_call_ms,
+    }.items():
+        if value is not None and not math.isfinite(value):
+            raise StoreError(field_error(where, name, value, "a finite number or nothing"))
+
+
+def rejected_from_dict(data: Mapping[str, Any]) -> Rejected:
+    return Rejected(
+        candidate_from_dict(data["candidate"]),
+        data["status"],
+        data["reason"],
+        data["accuracy"],
+        data["time_us"],
+    )
+
+
+def errors_from_text(text: str | None) -> ErrorFigures | None:
+    return None if text is None else ErrorFigures(**json.loads(text))
+
+
+def measurement_dict(m: Measurement) -> dict[str, Any]:
+    """JSON-able form for people and other programs; times are null where nothing was timed."""
+    quantile = stats.ranking_quantile(m.device.kind)
+    usable = m.status == "ok" and bool(m.times_us)
+    return {
+        "problem": m.problem.to_dict(),
+        "problem_key": m.problem.key,
+        "num_tokens": m.num_tokens,
+        "routing": m.routing,
+        "candidate": {**candidate_dict(m.candidate), "key": m.candidate.key},
+        "device": m.device.to_dict(),
+        "timing": dict(m.timing),
+        "status": m.status,
+        "accuracy": m.accuracy,
+        "reason": m.reason,
+        "summary_us": asdict(stats.summarize(m.times_us, quantile)) if usable else None,
+        "time_us": stats.summarize(m.times_us, quantile).estimate_us if usable else None,
+        "times_us": list(m.times_us) if m.times_us else None,
+        "errors": asdict(m.errors) if m.errors else None,
+        "pack_ms": m.pack_ms,
+        "first_call_ms": m.first_call_ms,
+        "weight_bytes": m.weight_bytes,
+    }
+
+
+def decision_dict(d: Decision) -> dict[str, Any]:
+    """JSON-able form of a decision."""
+    return {
+        "problem": d.problem.to_dict(),
+        "problem_key": d.problem.key,
+        "bucket": {**asdict(d.bucket), "label": d.bucket.label},
+        "routing": d.routing,
+        "winner": {**candidate_dict(d.winner), "key": d.winner.key},
+        "winner_us": d.winner_us,
+        "runner_up": (
+            {**candidate_dict(d.runner_up), "key": d.runner_up.key} if d.runner_up else None
+        ),
+        "runner_up_us": d.runner_up_us,
+        "margin": d.margin,
+        "margin_interval": list(d.margin_interval) if d.margin_interval else None,
+        "tie": d.tie,
+        "why": d.why,
+        "accuracy": d.accuracy,
+        "rejected": [rejected_dict(r) for r in d.rejected],
+    }
+
+
+def rejected_dict(r: Rejected) -> dict[str, Any]:
+    return {
+        "candidate": {**candidate_dict(r.candidate), "key": r.candidate.key},
+        "status": r.status,
+        "reason": r.reason,
+        "accuracy": r.accuracy,
+        "time_us": r.time_us,
+    }
