@@ -1,0 +1,291 @@
+"""Launches a whole MoE layer: which kernels, which grids, which arguments.
+
+A call is a list of ``Launch`` objects, so that the same description runs a layer, compiles it ahead
+of time and is counted in tests. Parameters are plain numbers and strings (see
+``autosel.backends.wna16_tiled`` for the spaces and the starting points).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autosel.kernels.moe_align import align_kernel, max_blocks
+from autosel.kernels.moe_decode import decode_down, decode_gate_up
+from autosel.kernels.moe_gather import gather_inputs
+from autosel.kernels.moe_grouped import grouped_down_rows, grouped_gemm
+from autosel.kernels.moe_reduce import reduce_kernel
+
+Params = Mapping[str, Any]
+MAX_SCAN = 512  # ids a GEMM program looks through itself; above, moe_align sorts once for all
+
+
+@dataclass(frozen=True)
+class TiledLayer:
+    """Packed weights of one layer and the facts the kernels are compiled for."""
+
+    tensors: Mapping[str, torch.Tensor]
+    experts: int
+    top_k: int
+    hidden: int  # padded
+    intermediate: int  # padded
+    group13: int
+    group2: int
+    bits13: int = 4
+    bits2: int = 4
+    symmetric13: bool = True
+    symmetric2: bool = True
+    activation: str = "silu"
+    limit: float = 0.0
+    alpha: float = 1.0
+    beta: float = 0.0
+    linear_beta: float = 0.0
+    gated: bool = True
+    asm: bool = True  # inline PTX; without it the kernels are plain Triton
+    pdl: bool = True  # programmatic dependent launch (sm_90 and later)
+
+    @property
+    def rows13(self) -> int:
+        return self.intermediate * (2 if self.gated else 1)
+
+    def gemm(self, up: bool) -> dict[str, Any]:
+        """Arguments that describe one GEMM's weights."""
+        if up:
+            return dict(
+                K=self.hidden, NR=self.rows13, GROUP=self.group13, BITS=self.bits13,
+                SYM=self.symmetric13, BIAS="b13" in self.tensors, E=self.experts,
+            )  # fmt: skip
+        return dict(
+            K=self.intermediate, NR=self.hidden, GROUP=self.group2, BITS=self.bits2,
+            SYM=self.symmetric2, BIAS="b2" in self.tensors, E=self.experts,
+        )  # fmt: skip
+
+    def act(self) -> dict[str, Any]:
+        return dict(
+            GATED=self.gated, ACT=self.activation, LIMIT=self.limit, ALPHA=self.alpha,
+            BETA=self.beta, LINEAR_BETA=self.linear_beta,
+        )  # fmt: skip
+
+    def weights(self, up: bool) -> tuple[torch.Tensor, ...]:
+        """Words, scales, zero points, bias; absent ones are stood in for by the scales."""
+        n, t = ("13" if up else "2"), self.tensors
+        return t[f"w{n}"], t[f"s{n}"], t.get(f"z{n}", t[f"s{n}"]), t.get(f"b{n}", t[f"s{n}"])
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def run(self) -> None:
+        self.kernel[self.grid](*self.args, **self.options)
+
+    def signature(self) -> tuple[Any, ...]:
+        """Types instead of tensors: what ``kernel.warmup`` needs, and a key for the compilation."""
+        return tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in self.args)
+
+
+def next_power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+def _pdl(layer: TiledLayer) -> dict[str, Any]:
+    return {"launch_pdl": True} if layer.pdl else {}
+
+
+# ------------------------------------------------------------------ single launches
+def align(layer: TiledLayer, ids: torch.Tensor, block: int) -> tuple[Launch, tuple[Any, ...]]:
+    """The align launch and its results ``(sorted_slot, position, blocks, num_blocks)``."""
+    slots = ids.numel()
+    new = {"dtype": torch.int32, "device": ids.device}
+    out = (
+        torch.empty(slots, **new),
+        torch.empty(slots, **new),
+        torch.empty((max_blocks(slots, layer.experts, block) + 1, 4), **new),
+        torch.empty(1, **new),
+    )
+    chunk = 64 if slots <= 1024 else 256
+    scan = min(4096, next_power_of_two(max(slots, 128)))
+    launch = Launch(
+        align_kernel,
+        (-(-slots // chunk),),
+        (ids, *out, slots),
+        dict(
+            E=layer.experts, EP=max(16, next_power_of_two(layer.experts)), CHUNK=chunk, SCAN=scan,
+            BLOCK=block, PDL=layer.pdl, num_warps=4 if scan <= 1024 else 8, **_pdl(layer),
+        ),
+    )  # fmt: skip
+    return launch, out
+
+
+def reduce(
+    layer: TiledLayer, y: torch.Tensor, position: torch.Tensor | None, ids: torch.Tensor,
+    weights: torch.Tensor, out: torch.Tensor,
+) -> Launch:  # fmt: skip
+    tokens, n = out.shape
+    block = 256 if tokens <= 16 else 1024 if n % 1024 == 0 else 512
+    return Launch(
+        reduce_kernel,
+        (-(-n // block), tokens),
+        (y, ids if position is None else position, ids, weights, out),
+        dict(
+            N=n, E=layer.experts, TOPK=layer.top_k, BLOCK=block, SORTED=position is not None,
+            WEIGHTED=True, PDL=layer.pdl, num_warps=2 if block == 256 else 4, **_pdl(layer),
+        ),
+    )  # fmt: skip
+
+
+def decode_up_launch(
+    layer: TiledLayer, x: torch.Tensor, ids: torch.Tensor, h: torch.Tensor, xdiv: int, p: Params
+) -> Launch:
+    grid = (layer.rows13 // (16 * p["up_r"]), ids.numel())
+    return Launch(
+        decode_gate_up,
+        grid,
+        (x, *layer.weights(True), ids, h),
+        dict(
+            **layer.gemm(True), **layer.act(), XDIV=xdiv, R=p["up_r"], KS=p["up_ks"],
+            KW=p["up_kw"], SUB=p["up_sub"], STAGES=p["up_stages"], ASM=layer.asm, PDL=layer.pdl,
+            num_warps=p["up_ks"], **_pdl(layer),
+        ),
+    )  # fmt: skip
+
+
+def decode_down_launch(
+    layer: TiledLayer, h: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    out: torch.Tensor, p: Params,
+) -> Launch:  # fmt: skip
+    return Launch(
+        decode_down,
+        (layer.hidden // (16 * p["down_r"]), out.shape[0]),
+        (h, *layer.weights(False), ids, weights, out),
+        dict(
+            **layer.gemm(False), TOPK=layer.top_k, TP=next_power_of_two(layer.top_k),
+            R=p["down_r"], KS=p["down_ks"], KW=p["down_kw"], SUB=p["down_sub"],
+            STAGES=p["down_stages"], ASM=layer.asm, PDL=layer.pdl, num_warps=p["down_warps"],
+            **_pdl(layer),
+        ),
+    )  # fmt: skip
+
+
+def _columns(layer: TiledLayer, slots: int, tok: int, is_sorted: bool) -> tuple[int, bool]:
+    """Program columns of a grouped GEMM, and whether a column is a slot or an expert."""
+    if is_sorted:
+        return max_blocks(slots, layer.experts, tok), False
+    return min(slots, layer.experts), slots <= layer.experts
+
+
+def grouped_launch(
+    layer: TiledLayer, up: bool, x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, xdiv: int,
+    sorted_: tuple[Any, ...] | None, p: Params,
+) -> Launch:  # fmt: skip
+    pre, slots = "up" if up else "down", ids.numel()
+    tok, bn = p["tok"], p[f"{pre}_bn"]
+    columns, by_slot = _columns(layer, slots, tok, sorted_ is not None)
+    order, blocks, count = (ids, ids, ids) if sorted_ is None else (sorted_[0], *sorted_[2:])
+    gemm = layer.gemm(up)
+    pdl = 0 if not layer.pdl else 1 if up else 2
+    scan = 16 if sorted_ is not None else max(16, next_power_of_two(slots))
+    return Launch(
+        grouped_gemm,
+        (columns * (gemm["NR"] // bn),),
+        (x, *layer.weights(up), out, ids, order, blocks, count, slots),
+        dict(
+            **gemm, **layer.act(), XDIV=xdiv, UP=up, SORTED=sorted_ is not None, BY_SLOT=by_slot,
+            S=scan, TOK=tok, BN=bn, BK=p[f"{pre}_bk"], STAGES=p[f"{pre}_stages"],
+            PREFETCH=0 if up or not layer.asm else p["prefetch"], ASM=layer.asm, PDL=pdl,
+            num_warps=p[f"{pre}_warps"], num_stages=p[f"{pre}_stages"], **_pdl(layer),
+        ),
+    )  # fmt: skip
+
+
+def rows_launch(
+    layer: TiledLayer, h: torch.Tensor, ids: torch.Tensor, out: torch.Tensor,
+    sorted_: tuple[Any, ...] | None, p: Params,
+) -> Launch:  # fmt: skip
+    slots, tok, bn, rt = ids.numel(), p["tok"], p["down_bn"], p["down_rt"]
+    columns, by_slot = _columns(layer, slots, tok, sorted_ is not None)
+    order, blocks, count = (ids, ids, ids) if sorted_ is None else (sorted_[0], *sorted_[2:])
+    scan = 16 if sorted_ is not None else max(16, next_power_of_two(slots))
+    return Launch(
+        grouped_down_rows,
+        (columns * (layer.hidden // (bn * rt)),),
+        (h, *layer.weights(False), out, ids, order, blocks, count, slots),
+        dict(
+            **layer.gemm(False), SORTED=sorted_ is not None, BY_SLOT=by_slot, S=scan, TOK=tok,
+            BN=bn, RT=rt, STAGES=p["down_stages"], ASM=layer.asm, PDL=layer.pdl,
+            num_warps=p["down_warps"], num_stages=p["down_stages"], **_pdl(layer),
+        ),
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------ whole layers
+def layer_launches(
+    layer: TiledLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    out: torch.Tensor, p: Params,
+) -> list[Launch]:  # fmt: skip
+    """Every launch of one call; x and out ``[M, hidden]``, ids and weights ``[M, top_k]``."""
+    slots = ids.numel()
+    launches: list[Launch] = []
+
+    def scratch(columns: int) -> torch.Tensor:
+        return torch.empty((slots, columns), dtype=x.dtype, device=x.device)
+
+    xdiv = layer.top_k
+    if "x_order" in layer.tensors:  # act-order: inputs of each slot in its expert's order
+        gathered = scratch(layer.hidden)
+        launches.append(_gather(layer, x, ids, gathered))
+        x, xdiv = gathered, 1
+    h = scratch(layer.intermediate)
+    if p["path"] == "decode":
+        launches.append(decode_up_launch(layer, x, ids, h, xdiv, p))
+        launches.append(decode_down_launch(layer, h, ids, weights, out, p))
+        return launches
+
+    sorted_ = None
+    if p["path"] != "scan":
+        launch, sorted_ = align(layer, ids, p["tok"])
+        launches.append(launch)
+    y = scratch(layer.hidden)
+    if p["path"] == "prefill":
+        from autosel.kernels.moe_prefill import prefill_launch
+
+        launches.append(prefill_launch(layer, True, x, h, xdiv, sorted_, slots, p))
+        launches.append(prefill_launch(layer, False, h, y, 1, sorted_, slots, p))
+    else:
+        launches.append(grouped_launch(layer, True, x, ids, h, xdiv, sorted_, p))
+        if p.get("down_rt", 0):
+            launches.append(rows_launch(layer, h, ids, y, sorted_, p))
+        else:
+            launches.append(grouped_launch(layer, False, h, ids, y, 1, sorted_, p))
+    launches.append(reduce(layer, y, sorted_[1] if sorted_ else None, ids, weights, out))
+    return launches
+
+
+def _gather(
+    layer: TiledLayer, x: torch.Tensor, ids: torch.Tensor, gathered: torch.Tensor
+) -> Launch:
+    columns = layer.tensors["x_order"].shape[1]
+    return Launch(
+        gather_inputs,
+        (-(-layer.hidden // 1024), ids.numel()),
+        (x, ids, layer.tensors["x_order"], gathered),
+        dict(
+            K=layer.hidden, COLUMNS=columns, E=layer.experts, TOPK=layer.top_k, BLOCK=1024,
+            PDL=layer.pdl, **_pdl(layer),
+        ),
+    )  # fmt: skip
+
+
+def moe_forward(
+    layer: TiledLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
+    out: torch.Tensor, p: Params,
+) -> torch.Tensor:  # fmt: skip
+    for launch in layer_launches(layer, x, ids, weights, out, p):
+        launch.run()
+    return out

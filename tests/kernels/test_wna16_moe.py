@@ -1,0 +1,160 @@
+"""The plain-Triton kernels against a float32 reference, on CPU through Triton's interpreter.
+
+The arithmetic under test is the ASM-free path; grids, offsets, masks, grouping and layout are those
+that run on a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autosel.core import Activation
+from tests.kernels.make import DTYPES, make_experts, make_problem
+from tests.kernels.reference import layer_reference, relative_error
+
+pytest.importorskip("triton")
+from autosel.backends.wna16_tiled import tiled_layer
+from autosel.kernels.wna16_moe import layer_launches, moe_forward
+from autosel.layouts.wna16_tiled import Wna16Tiled
+
+# The interpreter cuts float32 to bf16 instead of rounding it: about 0.01 over a layer, where a GPU
+# gives 0.002 to 0.005. A zero point off by one gives 0.2 and more.
+TOLERANCE = 2e-2
+
+DECODE = dict(path="decode", up_r=1, up_ks=2, up_kw=128, up_sub=64, up_stages=0, down_r=1,
+              down_ks=1, down_kw=64, down_sub=64, down_stages=0, down_warps=4)  # fmt: skip
+LONG = DECODE | dict(up_stages=2, down_stages=2, up_r=2)
+SCAN = dict(path="scan", tok=4, up_bn=64, up_bk=64, up_stages=2, up_warps=4, down_bn=64,
+            down_bk=64, down_stages=2, down_warps=4, down_rt=0, prefetch=64)  # fmt: skip
+SORTED = SCAN | dict(path="sorted")
+ROWS = SCAN | dict(down_rt=2)
+SORTED_ROWS = SORTED | dict(down_rt=2)
+PATHS = dict(decode=DECODE, long=LONG, scan=SCAN, sorted=SORTED, rows=ROWS, srows=SORTED_ROWS)
+
+
+def run(case, params, tokens=5, top_k=2, seed=0, ids=None):
+    problem = make_problem(top_k=top_k, **case)
+    experts = make_experts(problem, seed)
+    layer = tiled_layer(Wna16Tiled().pack(experts), asm=False, pdl=False)
+    gen = torch.Generator().manual_seed(seed + 1)
+    dtype = DTYPES[problem.act_dtype]
+    x = (torch.randn((tokens, problem.hidden_size), generator=gen) * 0.5).to(dtype)
+    if ids is None:
+        scores = torch.rand((tokens, problem.num_experts), generator=gen)
+        ids = scores.topk(top_k, 1).indices.to(torch.int32)
+    weights = torch.rand((tokens, top_k), generator=gen)
+    out = torch.full_like(x, float("nan"))
+    before = x.clone(), ids.clone(), weights.clone()
+    moe_forward(layer, x, ids, weights, out, params)
+    for tensor, old in zip((x, ids, weights), before, strict=True):
+        assert torch.equal(tensor, old), "an input changed"
+    return out, layer_reference(experts, x, ids, weights)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("group", [32, 128])
+def test_every_path_matches_the_reference(path, group):
+    out, ref = run(dict(group=group), PATHS[path])
+    assert relative_error(out, ref) < TOLERANCE
+
+
+SCHEMES = [
+    dict(bits=4, group=64, symmetric=False),
+    dict(bits=8, group=32),
+    dict(bits=8, group=-1, symmetric=False),
+    dict(group=-1),
+    dict(dtype="float16", group=32),
+    dict(bias=True),
+    dict(act_order=True, group=32),
+]
+
+
+@pytest.mark.parametrize("path", ["decode", "scan", "sorted"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_schemes(path, scheme):
+    out, ref = run(scheme, PATHS[path], tokens=3)
+    assert relative_error(out, ref) < TOLERANCE
+
+
+ACTIVATIONS = [
+    Activation("silu", limit=1.0),
+    Activation("gelu"),
+    Activation("gelu_tanh"),
+    Activation("swigluoai"),
+    Activation("swigluoai_uninterleave", limit=2.0, alpha=1.3, beta=0.5),
+    Activation("swiglustep"),
+    Activation("situ", beta=2.0, linear_beta=3.0),
+    Activation("silu_no_mul"),
+    Activation("gelu_tanh_no_mul"),
+    Activation("relu2_no_mul"),
+]
+
+
+@pytest.mark.parametrize("path", ["decode", "scan"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.key)
+def test_activations(path, activation):
+    out, ref = run(dict(activation=activation), PATHS[path], tokens=2)
+    assert relative_error(out, ref) < TOLERANCE
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_slots_served_elsewhere_add_nothing(path):
+    ids = torch.tensor([[0, -1], [-1, -1], [3, 2], [2, 0], [-1, 2]], dtype=torch.int32)
+    out, ref = run({}, PATHS[path], ids=ids)
+    assert relative_error(out, ref) < TOLERANCE
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+
+
+@pytest.mark.parametrize("path", ["scan", "sorted", "rows", "srows"])
+def test_one_hot_expert_takes_several_blocks(path):
+    ids = torch.tensor([[1, 2]] * 9 + [[1, 0]] * 2, dtype=torch.int32)
+    out, ref = run({}, PATHS[path], tokens=11, ids=ids)
+    assert relative_error(out, ref) < TOLERANCE
+
+
+def test_six_choices_of_eight_lanes():
+    out, ref = run(dict(experts=8), DECODE, tokens=2, top_k=6)
+    assert relative_error(out, ref) < TOLERANCE
+
+
+def test_padded_sizes():
+    case = dict(hidden=256, inner=72, group=32)  # inner pads to 96 then 128
+    out, ref = run(case, SCAN, tokens=3)
+    assert relative_error(out, ref) < TOLERANCE
+
+
+@pytest.mark.parametrize("fault", ["nibble", "scale", "swap"])
+def test_planted_faults_are_seen(fault):
+    problem = make_problem()
+    experts = make_experts(problem)
+    packed = Wna16Tiled().pack(experts)
+    tensors = {k: t.clone() for k, t in packed.tensors.items()}
+    if fault == "nibble":
+        tensors["w13"][0, 0, 0, 0, 0] ^= 0x8
+    elif fault == "scale":
+        tensors["s13"][0, 0, 0] = 0
+    else:
+        r = tensors["w13"].shape[1]
+        tensors["w13"] = tensors["w13"].flip(1) if r > 1 else tensors["w13"]
+    bad = type(packed)(packed.layout, packed.problem, tensors, packed.meta)
+    x = torch.ones((1, problem.hidden_size), dtype=torch.bfloat16)
+    ids = torch.tensor([[0, 1]], dtype=torch.int32)
+    weights = torch.ones((1, 2))
+    outs = []
+    for which in (packed, bad):
+        out = torch.empty_like(x)
+        outs.append(
+            moe_forward(tiled_layer(which, asm=False, pdl=False), x, ids, weights, out, DECODE)
+        )
+    assert not torch.equal(*outs)
+
+
+@pytest.mark.parametrize(("path", "launches"), [("decode", 2), ("scan", 3), ("sorted", 4)])
+def test_number_of_launches(path, launches):
+    experts = make_experts(make_problem())
+    layer = tiled_layer(Wna16Tiled().pack(experts), asm=False, pdl=False)
+    x = torch.zeros((4, 256), dtype=torch.bfloat16)
+    ids = torch.zeros((4, 2), dtype=torch.int32)
+    found = layer_launches(layer, x, ids, torch.zeros((4, 2)), torch.empty_like(x), PATHS[path])
+    assert len(found) == launches
