@@ -1,0 +1,113 @@
+"""Random canonical experts for the layout and backend tests."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from autosel.core import Activation, CanonicalExperts, Problem, QuantScheme, QuantWeight
+from autosel.dtypes import torch_dtype
+from autosel.packing import pack_last
+
+
+def problem(
+    hidden: int = 256,
+    inner: int = 128,
+    *,
+    bits: int = 4,
+    group: int = 32,
+    group2: int | None = None,
+    symmetric: bool = True,
+    act_order: str = "",
+    scale_dtype: str = "bfloat16",
+    act_dtype: str = "bfloat16",
+    activation: Activation | str = "silu",
+    experts: int = 2,
+    local: int | None = None,
+    top_k: int = 2,
+    bias: bool = False,
+    on_input: bool = False,
+) -> Problem:
+    """``act_order`` names the GEMMs that have a g_idx: "", "w2", "w13" or "w13+w2"."""
+    parts = act_order.split("+")
+    w13 = QuantScheme(bits, group, symmetric, "w13" in parts, scale_dtype)
+    w2 = QuantScheme(
+        bits, group if group2 is None else group2, symmetric, "w2" in parts, scale_dtype
+    )
+    return Problem(
+        experts,
+        experts if local is None else local,
+        top_k,
+        hidden,
+        inner,
+        w13,
+        w2,
+        Activation(activation) if isinstance(activation, str) else activation,
+        act_dtype,
+        bias,
+        on_input,
+    )
+
+
+def weight(
+    scheme: QuantScheme, experts: int, outputs: int, inputs: int, bias: bool, rng: torch.Generator
+) -> QuantWeight:
+    groups = scheme.num_groups(inputs)
+    codes = torch.randint(
+        0, 1 << scheme.num_bits, (experts, outputs, inputs), generator=rng, dtype=torch.uint8
+    )
+    dtype = torch_dtype(scheme.scale_dtype)
+    spread = 2.0 ** (4 - scheme.num_bits) / 8 / inputs**0.5
+    scales = (0.5 + torch.rand(experts, outputs, groups, generator=rng)) * spread
+    zeros = None
+    if not scheme.symmetric:
+        zeros = torch.randint(
+            0, 1 << scheme.num_bits, (experts, outputs, groups), generator=rng, dtype=torch.uint8
+        )
+    g_idx = None
+    if scheme.has_g_idx:
+        size = inputs if scheme.group_size == -1 else scheme.group_size
+        rows = [torch.randperm(inputs, generator=rng) // size for _ in range(experts)]
+        g_idx = torch.stack(rows).to(torch.int32)
+    return QuantWeight(
+        scheme,
+        inputs,
+        pack_last(codes, scheme.num_bits),
+        scales.to(dtype),
+        zeros,
+        g_idx,
+        torch.randn(experts, outputs, generator=rng).to(dtype) if bias else None,
+    )
+
+
+def experts(of: Problem, seed: int = 0) -> CanonicalExperts:
+    rng = torch.Generator().manual_seed(seed)
+    (e, n13, k13), (_, n2, k2) = of.w13_shape, of.w2_shape
+    return CanonicalExperts(
+        of,
+        weight(of.w13, e, n13, k13, of.has_bias, rng),
+        weight(of.w2, e, n2, k2, of.has_bias, rng),
+    )
+
+
+def assert_same(found: CanonicalExperts, expected: CanonicalExperts) -> None:
+    """Bit for bit, dtypes included."""
+    assert found.problem == expected.problem
+    for name in ("w13", "w2"):
+        a, b = getattr(found, name), getattr(expected, name)
+        assert a.scheme == b.scheme
+        assert a.num_inputs == b.num_inputs
+        assert a.tensors.keys() == b.tensors.keys(), name
+        for key, tensor in b.tensors.items():
+            other = a.tensors[key]
+            assert other.dtype == tensor.dtype, (name, key)
+            assert torch.equal(other, tensor), (name, key)
+
+
+def copy(of: CanonicalExperts) -> CanonicalExperts:
+    return replace(
+        of,
+        w13=replace(of.w13, **{n: t.clone() for n, t in of.w13.tensors.items()}),
+        w2=replace(of.w2, **{n: t.clone() for n, t in of.w2.tensors.items()}),
+    )
