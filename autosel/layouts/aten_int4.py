@@ -1,0 +1,153 @@
+"""PyTorch's own int4 weights for CPUs, as ``aten::_weight_int4pack_mm_for_cpu`` reads them.
+
+    w13, w2                uint8 [E, N, K/2]   in the order of this CPU's build of the operator
+    w*_scales_and_zeros    ``dtype`` [E, G, N, 2]
+    w*_bias                float32 [E, N]
+
+A weight is ``(u - 8) * scale + zero``; a zero point ``z`` becomes ``zero = (8 - z) * S``. In
+float32 that product is exact for 16-bit scales. In bfloat16 it needs up to 12 bits and has 8, so
+every weight of a group would be off by one and the same amount (measured: an error of 3e-2 of the
+output where inputs share a sign, against 2e-3): asymmetric weights are packed in float32 only.
+
+The order of the bytes depends on the instruction set that torch chose, so :meth:`unpack` asks the
+operator itself where it puts each code.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from autosel.canonical import expert_codes, expert_zeros
+from autosel.core import CanonicalExperts, Problem, QuantWeight
+from autosel.dtypes import torch_dtype
+from autosel.errors import UnsupportedError, field_error
+from autosel.interfaces import Layout, PackedExperts
+from autosel.layouts import _common as common
+from autosel.layouts import _gemms as gemms
+from autosel.packing import pack_last
+
+GROUP_SIZES = (32, 64, 128, 256)
+OUTPUTS_MULTIPLE = 16
+_MIDDLE = 8
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 codes ``[N, K]`` to the operator's bytes ``[N, K/2]``."""
+    packed: torch.Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
+        codes.to(torch.int32), 1
+    )
+    return packed
+
+
+def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
+    """Inverse of :func:`pack_codes`, whatever order this CPU's build uses: uint8 ``[N, K]``.
+
+    The operator moves nibbles without looking at them, so packing the hexadecimal digits of every
+    position, one digit at a time, tells from where each nibble came.
+    """
+    outputs, inputs = packed.shape[0], packed.shape[1] * 2
+    position = torch.arange(outputs * inputs, device=packed.device).view(outputs, inputs)
+    source = torch.zeros(outputs * inputs, dtype=torch.int64, device=packed.device)
+    for digit in range(-(-(outputs * inputs - 1).bit_length() // 4)):
+        moved = pack_codes((position >> (4 * digit)) & 0xF)
+        source |= _nibbles(moved).long() << (4 * digit)
+    codes = torch.empty(outputs * inputs, dtype=torch.uint8, device=packed.device)
+    codes[source] = _nibbles(packed)
+    return codes.view(outputs, inputs)
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    flat = packed.flatten()
+    return torch.stack((flat & 0xF, flat >> 4), -1).flatten()
+
+
+@dataclass(frozen=True)
+class AtenInt4(Layout):
+    """See the module's text. ``dtype`` is also that of the activations handed to the operator."""
+
+    name: ClassVar[str] = "aten_int4"
+    dtype: str = "bfloat16"
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}-{self.dtype}"
+
+    def nbytes(self, problem: Problem) -> int:
+        total, width = 0, torch_dtype(self.dtype).itemsize
+        for _, scheme, (experts, outputs, inputs) in gemms.schemes(problem):
+            row = inputs // 2 + scheme.num_groups(inputs) * 2 * width + 4 * problem.has_bias
+            total += experts * outputs * row
+        return total
+
+    def pack(self, experts: CanonicalExperts) -> PackedExperts:
+        """Raises UnsupportedError for sizes, schemes or values that the operator cannot express."""
+        count, dtype = experts.problem.num_local_experts, torch_dtype(self.dtype)
+        tensors: common.Parts = {}
+        meta: dict[str, Any] = {"lone_zeros": {}, "rounded": common.rounded(experts, dtype)}
+        for name, weight in gemms.weights(experts):
+            self._check(name, weight)
+            for e in range(count):
+                where = f"{name}.scales of expert {e}"
+                scales = common.cast_scales(weight.scales[e], dtype, where)  # [N, G]
+                zeros = expert_zeros(weight, e)  # [N, G]
+                term = (_MIDDLE - zeros.to(dtype)) * scales
+                parts = {
+                    name: pack_codes(expert_codes(weight, e)),
+                    f"{name}_scales_and_zeros": torch.stack((scales, term), -1).transpose(0, 1),
+                }
+                common.fill(tensors, e, count, parts)
+                lone = (scales == 0) & (zeros != _MIDDLE)
+                if bool(lone.any()):
+                    # 0 * (8 - z) forgets z; the weights are 0 either way, the inverse needs it
+                    meta["lone_zeros"][name, e] = (lone, zeros[lone])
+            gemms.keep_bias(tensors, meta, name, weight.bias)
+        return PackedExperts(self.key, experts.problem, tensors, meta)
+
+    def unpack(self, packed: PackedExperts) -> CanonicalExperts:
+        problem = packed.problem
+        weights = []
+        for name, scheme, (count, _, inputs) in gemms.schemes(problem):
+            fields: common.Parts = {}
+            for e in range(count):
+                pairs = packed.tensors[f"{name}_scales_and_zeros"][e].transpose(0, 1)  # [N, G, 2]
+                scales, term = pairs[..., 0], pairs[..., 1]
+                parts = {
+                    "codes": pack_last(unpack_codes(packed.tensors[name][e]), 4),
+                    "scales": scales.to(common.scale_dtype(scheme)),
+                }
+                if not scheme.symmetric:
+                    ratio = torch.where(scales == 0, 0, term.double() / scales.double())
+                    zeros = (_MIDDLE - ratio).round().to(torch.uint8)
+                    if (name, e) in packed.meta["lone_zeros"]:
+                        lone, values = packed.meta["lone_zeros"][name, e]
+                        zeros[lone] = values
+                    parts["zero_points"] = zeros
+                common.fill(fields, e, count, parts)
+            gemms.give_bias(fields, packed, name)
+            weights.append(QuantWeight(scheme, inputs, **fields))
+        return CanonicalExperts(problem, *weights)
+
+    def _check(self, name: str, weight: QuantWeight) -> None:
+        scheme, inputs = weight.scheme, weight.num_inputs
+        group = gemms.group_inputs(scheme, inputs)
+        exact = scheme.symmetric or self.dtype == "float32"
+        for what, found, required, ok in (
+            ("bits", scheme.num_bits, 4, scheme.num_bits == 4),
+            ("act-order", scheme.has_g_idx, False, not scheme.has_g_idx),
+            ("inputs of a group", group, f"one of {GROUP_SIZES}", group in GROUP_SIZES),
+            ("inputs", inputs, f"a multiple of {group}", inputs % group == 0),
+            (
+                "outputs",
+                weight.num_outputs,
+                f"a multiple of {OUTPUTS_MULTIPLE}",
+                weight.num_outputs % OUTPUTS_MULTIPLE == 0,
+            ),
+            ("dtype of asymmetric weights", self.dtype, "float32", exact),
+        ):
+            if not ok:
+                raise UnsupportedError(
+                    field_error(f"layout {self.key}, {name}", what, found, required)
+                )
