@@ -1,0 +1,122 @@
+"""Options that several commands share, and the types that check them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import click
+
+from autosel.core import ACT_DTYPES
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: More tokens than any call has; keeps a mistyped count from being taken for a size.
+MAX_TOKENS = 2**31 - 1
+
+TOKENS = click.IntRange(1, MAX_TOKENS)
+
+
+def token_counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
+    """``1,4,16``: whole numbers of at least 1, in any order; doubles are dropped."""
+    if isinstance(text, tuple):  # a default
+        return text
+    words = text.replace(",", " ").split()
+    if not words:
+        raise click.BadParameter("found no token count, expected for example 1,4,16")
+    return tuple(sorted({int(TOKENS.convert(word, None, None)) for word in words}))
+
+
+def names(text: str | tuple[str, ...]) -> tuple[str, ...]:
+    """``a,b``: names separated by commas; doubles are dropped, the order is kept."""
+    if isinstance(text, tuple):
+        return text
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise click.BadParameter("found no name, expected for example a,b")
+    return tuple(dict.fromkeys(words))
+
+
+def group_size(text: str) -> int:
+    """A number of inputs, or ``channel`` (also ``-1``) for one group over all of them."""
+    if text.lower() in ("channel", "-1"):
+        return -1
+    return int(click.IntRange(1).convert(text, None, None))
+
+
+@dataclass(frozen=True)
+class LayerOptions:
+    """Which layer is meant; None where an option was not given."""
+
+    layer: int | None = None
+    bits: int | None = None
+    group_size: int | None = None
+    asym: bool = False
+    act_order: bool = False
+    act_dtype: str | None = None
+    experts: int | None = None
+    tp: int = 1
+
+    #: (attribute, option) of what only a preset can be asked for; a checkpoint says it itself.
+    PRESET_ONLY = (
+        ("bits", "--bits"),
+        ("group_size", "--group-size"),
+        ("asym", "--asym"),
+        ("act_order", "--act-order"),
+        ("experts", "--experts"),
+    )
+
+
+_LAYER_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option("--layer", type=click.IntRange(0), help="Layer number of a checkpoint."),
+    click.option("--bits", type=click.Choice([4, 8]), help="Preset: weight bits (default 4)."),
+    click.option(
+        "--group-size", type=group_size, metavar="N|channel",
+        help="Preset: inputs sharing a scale (default 128).",
+    ),
+    click.option("--asym", is_flag=True, help="Preset: weights with zero points."),
+    click.option("--act-order", is_flag=True, help="Preset: groups in activation order (g_idx)."),
+    click.option("--experts", type=click.IntRange(1), help="Preset: fewer experts than the model."),
+    click.option(
+        "--act-dtype", type=click.Choice(list(ACT_DTYPES)),
+        help="Activation type (default: the checkpoint's; bfloat16 for presets).",
+    ),
+    click.option(
+        "--tp", type=click.IntRange(1), default=1, show_default=True,
+        help="Tensor-parallel ranks that share the layer; rank 0's part is meant.",
+    ),
+)  # fmt: skip
+
+
+def layer_options(function: F) -> F:
+    """Adds the options of :class:`LayerOptions`; the function gets them as ``layer_options``."""
+
+    @functools.wraps(function)  # keeps the options that stand below this one
+    def gathered(**kwargs: Any) -> Any:
+        chosen = LayerOptions(**{item.name: kwargs.pop(item.name) for item in fields(LayerOptions)})
+        return function(layer_options=chosen, **kwargs)
+
+    wrapped: Any = gathered
+    for option in reversed(_LAYER_OPTIONS):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[no-any-return]
+
+
+db_option = click.option(
+    "--db", type=click.Path(dir_okay=False), envvar="AUTOSEL_DB", show_envvar=True,
+    help="Database of measurements (default: autosel.db in the user's cache folder).",
+)  # fmt: skip
+
+routing_option = click.option(
+    "--routing", default="uniform", show_default=True, metavar="KIND",
+    help="Which experts the tokens go to: uniform, zipf[:s], one_hot[:e] or all_but_one[:e].",
+)  # fmt: skip
+
+device_option = click.option(
+    "--device", type=click.Choice(["cpu", "cuda", "rocm", "xpu"]),
+    help="Kind of device (default: the best one here).",
+)  # fmt: skip
+
+target_argument = click.argument("target", metavar="CHECKPOINT|PRESET")
