@@ -48,7 +48,7 @@ def moe(
     def through(values: torch.Tensor) -> torch.Tensor:
         return values.to(act_dtype).to(dtype) if rounded else values
 
-    x = _checked_input(x, problem.hidden_size, dtype)
+    x = checked_input(x, problem.hidden_size, dtype)
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)  # [M, H]
     with exact_arithmetic(x.device):
         for part in routed_parts(x, experts, routing, expert_map):
@@ -114,7 +114,8 @@ def _linear(
     return product if source.bias is None else product + source.bias[expert].to(product.dtype)
 
 
-def _checked_input(x: torch.Tensor, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
+def checked_input(x: torch.Tensor, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
+    """x detached and in ``dtype``; raises AutoselError for another width or type."""
     if dtype not in (torch.float32, torch.float64):
         raise AutoselError(field_error("reference", "dtype", dtype, "float32 or float64"))
     if x.dim() != 2 or x.shape[1] != hidden_size:

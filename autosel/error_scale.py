@@ -1,0 +1,200 @@
+"""How far a correct kernel may be from the truth: rounding errors carried through the layer.
+
+Every place where a correct kernel may round to the act dtype is a small error of known size. They
+are independent, so their variances add (the probabilistic analysis of Higham and Mary, SIAM J.
+Sci. Comput. 41(5), 2019); the worst case, where all point the same way, is ``sqrt(K)`` times
+larger and would hide real faults. A derivative carries them through the activation.
+
+Places counted, with u the unit roundoff: weights (and their scales or zero terms where those
+change type), first GEMM's output, activation, second GEMM's output, router weight, the sum over
+slots, the result; and float32 accumulation. Class ``a8`` adds the 8-bit rounding of each GEMM's
+input, one scale a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from autosel.activations import activate
+from autosel.canonical import expert_zeros, group_index
+from autosel.core import AccuracyClass, Activation, CanonicalExperts, QuantWeight, Routing
+from autosel.dtypes import torch_dtype
+from autosel.reference import checked_input, exact_arithmetic, routed_parts
+
+#: Largest code of a symmetric 8-bit activation.
+INT8_MAX = 127.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """Rounding to one dtype: relative ``unit``, and ``least`` where numbers turn subnormal.
+
+    An error is uniform in +-unit * 2**e for a value in [2**e, 2**(e+1)), so its variance is at
+    most ``(unit * value)**2 / 3``.
+    """
+
+    unit: float
+    least: float
+
+    @staticmethod
+    def of(dtype: torch.dtype) -> Rounding:
+        info = torch.finfo(dtype)
+        # A float32 kernel may use the fast exponential, good to about two units.
+        unit = info.eps if dtype == torch.float32 else info.eps / 2
+        return Rounding(unit, info.tiny * info.eps / 2)
+
+    def variance(self, values: torch.Tensor) -> torch.Tensor:
+        return ((self.unit * values).square() + self.least**2) / 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Judged:
+    """What is right for one input and how far from it a correct kernel may be.
+
+    reference  ``[M, H]``, equal to :func:`autosel.reference.moe`
+    scales     per accuracy class, ``[M, H]``: standard deviation of a correct kernel's output
+    overflows  bool ``[M]``: some number on the way does not fit the act dtype, though the
+               reference is finite
+    """
+
+    reference: torch.Tensor
+    scales: Mapping[AccuracyClass, torch.Tensor]
+    overflows: torch.Tensor
+
+
+def error_scale(
+    x: torch.Tensor,
+    experts: CanonicalExperts,
+    routing: Routing,
+    *,
+    expert_map: torch.Tensor | None = None,
+    accuracy: AccuracyClass = "exact",
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Standard deviation that the rounding of a correct kernel gives each output: ``[M, H]``.
+
+    Arguments as for :func:`autosel.reference.moe`. It is 0 exactly where nothing can round: a
+    token that no expert here serves.
+    """
+    judged = judge(x, experts, routing, expert_map=expert_map, accuracies=(accuracy,), dtype=dtype)
+    return judged.scales[accuracy]
+
+
+def judge(
+    x: torch.Tensor,
+    experts: CanonicalExperts,
+    routing: Routing,
+    *,
+    expert_map: torch.Tensor | None = None,
+    accuracies: Sequence[AccuracyClass] = ("exact", "a8"),
+    dtype: torch.dtype = torch.float64,
+) -> Judged:
+    """Reference and error scales in one pass over the experts, each dequantised once."""
+    problem = experts.problem
+    act_dtype = torch_dtype(problem.act_dtype)
+    rounding = Rounding.of(act_dtype)
+    largest = torch.finfo(act_dtype).max
+    x = checked_input(x, problem.hidden_size, dtype)
+    total = torch.zeros(x.shape, dtype=dtype, device=x.device)  # [M, H] sum of slots
+    variances = [torch.zeros_like(total) for _ in accuracies]
+    overflows = torch.zeros(len(x), dtype=torch.bool, device=x.device)  # [M]
+    with exact_arithmetic(x.device):
+        for part in routed_parts(x, experts, routing, expert_map):
+            first = _Gemm(experts.w13, part.expert, part.w13(dtype), problem.act_dtype, rounding)
+            second = _Gemm(experts.w2, part.expert, part.w2(dtype), problem.act_dtype, rounding)
+            for tokens, weights in part.rows():
+                weight = weights.to(dtype).unsqueeze(1)  # [R, 1]
+                rows, entering = x[tokens], torch.zeros_like(x[tokens])  # [R, H]
+                if problem.router_weight_on_input:
+                    rows = rows * weight
+                    entering = rounding.variance(rows)
+                h = first.outputs(rows)  # [R, s*I]
+                a, slope = _activate(h, problem.activation)  # [R, I], [R, s*I]
+                y = second.outputs(a)  # [R, H]
+                peak = torch.stack([t.abs().amax(dim=-1) for t in (h, a, y)]).amax(dim=0)  # [R]
+                overflows[tokens] |= peak > largest
+                factor = torch.ones_like(weight) if problem.router_weight_on_input else weight
+                total.index_add_(0, tokens, y * factor)
+                # Once for the router weight's own type and once for a 16-bit sum over slots.
+                leaving = 2 * rounding.variance(y * factor)
+                h_own, y_own = first.variance(rows, h), second.variance(a, y)
+                for variance, accuracy in zip(variances, accuracies, strict=True):
+                    carried = slope.square() * (h_own + first.carried(rows, entering, accuracy))
+                    inner = sum(carried.chunk(problem.num_shards, dim=-1), rounding.variance(a))
+                    y_variance = y_own + second.carried(a, inner, accuracy)
+                    variance.index_add_(0, tokens, factor.square() * y_variance + leaving)
+        last = rounding.variance(total)
+        scales = [(variance + (variance > 0) * last).sqrt() for variance in variances]
+    overflows |= (total.abs() > largest).any(dim=-1)
+    return Judged(total, dict(zip(accuracies, scales, strict=True)), overflows)
+
+
+class _Gemm:
+    """One expert's GEMM on values that carry a variance."""
+
+    def __init__(
+        self,
+        source: QuantWeight,
+        expert: int,
+        weight: torch.Tensor,
+        act_dtype: str,
+        rounding: Rounding,
+    ) -> None:
+        self.rounding = rounding
+        self.weight = weight  # [N, K]
+        self.square = weight.square()  # [N, K]
+        dtype = weight.dtype
+        self.bias = None if source.bias is None else source.bias[expert].to(dtype)  # [N]
+        # Codes take 16 or 256 values only, so roundings of weights repeat along a row and do not
+        # average out when the inputs share a sign: their effect is taken as it is.
+        rounded = weight.to(torch_dtype(act_dtype)).to(dtype)
+        self.weight_error = torch.where(rounded.isfinite(), rounded - weight, 0.0)  # [N, K]
+        self.casts_scales = source.scheme.scale_dtype != act_dtype
+        self.zero_terms: torch.Tensor | None = None
+        if source.zero_points is not None:
+            # A kernel may fold ``z * S`` into one rounded number a group.
+            distance = expert_zeros(source, expert).to(dtype) - source.scheme.implicit_zero
+            self.zero_terms = (distance * source.scales[expert].to(dtype)).square()  # [N, G]
+            self.groups = group_index(source, expert)  # [K]
+
+    def outputs(self, rows: torch.Tensor) -> torch.Tensor:
+        """``[R, K]`` to ``[R, N]``, with the bias."""
+        y = rows @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+    def carried(
+        self, rows: torch.Tensor, variance: torch.Tensor, accuracy: AccuracyClass
+    ) -> torch.Tensor:
+        """Variance ``[R, N]`` that inputs ``rows`` ``[R, K]`` with theirs bring along."""
+        if accuracy == "a8":
+            step = rows.abs().amax(dim=-1, keepdim=True) / INT8_MAX  # [R, 1]
+            variance = variance + step.square() / 12
+        return variance @ self.square.T
+
+    def variance(self, rows: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Variance ``[R, N]`` that this GEMM's own rounding adds to its outputs ``y``."""
+        unit = self.rounding.unit**2 / 3
+        spread = rows.square() @ self.square.T  # [R, N] sum of (x w)**2
+        # A running float32 sum of K terms has on average half of them in it.
+        inside = rows.shape[-1] / 2 * torch.finfo(torch.float32).eps ** 2 / 12
+        own = (unit + inside) * spread + (rows @ self.weight_error.T).square()
+        if self.casts_scales:
+            own = own + unit * (spread + y.square())
+        if self.zero_terms is not None:
+            grouped = torch.zeros(
+                len(rows), self.zero_terms.shape[1], dtype=rows.dtype, device=rows.device
+            ).index_add_(1, self.groups, rows)  # [R, G] sum of x over each group
+            own = own + unit * grouped.square() @ self.zero_terms.T
+        return own + self.rounding.variance(y)
+
+
+def _activate(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
+    """``act(h)`` ``[R, I]`` and the slope of its one output by each element of h ``[R, s*I]``."""
+    with torch.enable_grad():
+        h = h.detach().requires_grad_()
+        a = activate(h, activation)
+        (slope,) = torch.autograd.grad(a.sum(), h)
+    return a.detach(), slope
