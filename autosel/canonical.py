@@ -56,6 +56,9 @@ def check(weight: QuantWeight, where: str) -> None:
     """Refuse a weight whose tensors disagree with its scheme, naming both numbers."""
     experts, outputs = weight.num_experts, weight.num_outputs
     groups = weight.scheme.num_groups(weight.num_inputs)
+    if weight.g_idx is not None:
+        # A tensor-parallel share of an act-order w2 keeps the scales of all its layer's groups.
+        groups = max(groups, int(weight.scales.shape[-1]))
     words = -(-weight.num_inputs // weight.scheme.pack_factor)
     expected: dict[str, tuple[int, ...]] = {
         "codes": (experts, outputs, words),

@@ -67,8 +67,8 @@ class AWQRules(Rules):
             self._default = Verdict("refused", reason=reason)
         self._skip = config.strings("modules_to_not_convert")
 
-    def verdict(self, module: str) -> Verdict:
-        for part in self._skip:
+    def verdict(self, module: str, *, exclusions: bool = True) -> Verdict:
+        for part in self._skip if exclusions else ():
             if part in module:
                 return Verdict("excluded", reason=f"excluded by modules_to_not_convert {part!r}")
         return self._default

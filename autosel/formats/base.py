@@ -86,8 +86,11 @@ class Rules(ABC):
     """A quantisation config, read and checked once, that answers for any module."""
 
     @abstractmethod
-    def verdict(self, module: str) -> Verdict:
-        """``module`` is the full name in the checkpoint, without the tensor's suffix."""
+    def verdict(self, module: str, *, exclusions: bool = True) -> Verdict:
+        """``module`` is the full name in the checkpoint, without the tensor's suffix.
+
+        Without ``exclusions`` the answer is how the module is packed if it is packed after all.
+        """
 
 
 @dataclass(frozen=True, slots=True)

@@ -97,8 +97,8 @@ class CompressedTensorsRules(Rules):
                 by_text[text] = _Target(rank, text, pattern, verdict)
         self._targets = sorted(by_text.values(), key=lambda t: (t.rank, t.text))
 
-    def verdict(self, module: str) -> Verdict:
-        entry = self._ignore.match(module)
+    def verdict(self, module: str, *, exclusions: bool = True) -> Verdict:
+        entry = self._ignore.match(module) if exclusions else None
         if entry is not None:
             return Verdict("excluded", reason=f"excluded by ignore {entry!r}")
         # A target without a dot is a class name or the name of a top-level module. Which class a

@@ -83,10 +83,12 @@ class GPTQRules(Rules):
             self._rules.append((pattern, compiled, override))
         self._verdict(None)  # so that a bad base value stops the reading at once
 
-    def verdict(self, module: str) -> Verdict:
+    def verdict(self, module: str, *, exclusions: bool = True) -> Verdict:
         for pattern, compiled, override in self._rules:
             if compiled.match(module):
                 if pattern.startswith("-:"):
+                    if not exclusions:
+                        continue
                     return Verdict("excluded", reason=f"excluded by the dynamic rule {pattern!r}")
                 return self._verdict(override)
         return self._verdict(None)
