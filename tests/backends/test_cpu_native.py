@@ -1,0 +1,205 @@
+"""The C++ kernel on every instruction set this machine can run, and under the sanitizers."""
+
+import functools
+import itertools
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from autosel import native, reference
+from autosel.backends.cpu_native import CpuNativeBackend
+from autosel.core import (
+    ACTIVATIONS,
+    Activation,
+    CanonicalExperts,
+    Problem,
+    QuantScheme,
+    QuantWeight,
+    Routing,
+)
+from autosel.dispatch import apply
+from autosel.errors import UnsupportedError
+from autosel.packing import pack_last
+
+pytestmark = pytest.mark.skipif(native.compiler() is None, reason="no C++ compiler on PATH")
+
+X86 = platform.machine() in ("x86_64", "AMD64")
+CPU_FLAGS = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+#: What each build needs from the processor. The narrower ones are built quickly: it is their
+#: branches of the source that are tested, not their speed.
+BUILDS = {
+    (native.host_arch(),): "",
+    ("-march=x86-64-v3", "-O1"): "avx2",
+    ("-march=x86-64", "-O1"): "sse2",
+}
+TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 2e-6}
+
+
+def random_weight(generator, experts, outputs, inputs, scheme, bias):
+    codes = torch.randint(
+        0, 1 << scheme.num_bits, (experts, outputs, inputs), generator=generator, dtype=torch.uint8
+    )
+    groups = scheme.num_groups(inputs)
+    spread = torch.rand(experts, outputs, groups, generator=generator) * 0.9 + 0.1
+    scales = spread * 4 / (1 << scheme.num_bits) / inputs**0.5
+    zeros = g_idx = None
+    if not scheme.symmetric:
+        zeros = torch.randint(
+            0, 1 << scheme.num_bits, scales.shape, generator=generator, dtype=torch.uint8
+        )
+    if scheme.has_g_idx:
+        size = inputs if scheme.group_size == -1 else scheme.group_size
+        ordered = torch.arange(inputs) // size
+        shuffles = [torch.randperm(inputs, generator=generator) for _ in range(experts)]
+        g_idx = torch.stack([ordered[s] for s in shuffles]).to(torch.int32)
+    return QuantWeight(
+        scheme,
+        inputs,
+        pack_last(codes, scheme.num_bits),
+        scales.to(getattr(torch, scheme.scale_dtype)),
+        zeros,
+        g_idx,
+        torch.randn(experts, outputs, generator=generator) if bias else None,
+    )
+
+
+def random_layer(w13, w2=None, *, act=None, act_dtype="bfloat16", bias=False, sizes=(5, 72, 40)):
+    generator = torch.Generator().manual_seed(7)
+    experts, hidden, inter = sizes
+    act, w2 = act or Activation(), w2 or w13
+    problem = Problem(experts, experts, 2, hidden, inter, w13, w2, act, act_dtype, bias)
+    return CanonicalExperts(
+        problem,
+        random_weight(generator, *problem.w13_shape, w13, bias),
+        random_weight(generator, *problem.w2_shape, w2, bias),
+    )
+
+
+def random_call(problem, num_tokens):
+    generator = torch.Generator().manual_seed(num_tokens)
+    x = torch.randn(num_tokens, problem.hidden_size, generator=generator)
+    scores = torch.rand(num_tokens, problem.num_experts, generator=generator)
+    weights, ids = scores.topk(problem.top_k)
+    if num_tokens > 2:
+        ids[1, 0] = -1
+    return x.to(getattr(torch, problem.act_dtype)), Routing(ids.to(torch.int32), weights)
+
+
+def error(experts, num_tokens, params):
+    backend = CpuNativeBackend()
+    packed = backend.layout(experts.problem, params).pack(experts)
+    x, routing = random_call(experts.problem, num_tokens)
+    out = apply(backend, packed, x, routing, params, out=torch.full_like(x, float("nan")))
+    truth = reference.moe(x, experts, routing)
+    return float((out.double() - truth).norm() / truth.norm())
+
+
+@pytest.fixture(params=BUILDS, ids=lambda flags: flags[0])
+def build(request, monkeypatch):
+    """Runs the test on one build of the kernel."""
+    needs = BUILDS[request.param]
+    if needs and (not X86 or needs not in CPU_FLAGS):
+        pytest.skip(f"this processor has no {needs}")
+    monkeypatch.setattr(native, "load", functools.partial(native.build, request.param))
+    return request.param
+
+
+@pytest.mark.parametrize("act_dtype", TOLERANCE)
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_schemes_match_the_reference(build, num_bits, act_dtype):
+    dots = ("bf16", "fp32") if act_dtype == "bfloat16" else ("fp32",)
+    for group, symmetric, act_order in itertools.product((8, -1), (True, False), (True, False)):
+        scheme = QuantScheme(num_bits, group, symmetric, act_order, "float16")
+        experts = random_layer(scheme, act_dtype=act_dtype)
+        for dot, num_tokens in itertools.product(dots, (1, 15)):
+            found = error(experts, num_tokens, {"dot": dot})
+            assert found < TOLERANCE[act_dtype], (scheme, dot, num_tokens)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_match_the_reference(build, name):
+    constants = {
+        "swigluoai_uninterleave": {"limit": 2.0, "alpha": 1.3, "beta": 0.5},
+        "situ": {"beta": 1.5, "linear_beta": 2.0},
+        "silu": {"limit": 0.5},
+    }
+    act = Activation(name, **constants.get(name, {}))
+    experts = random_layer(
+        QuantScheme(4, 8, True, scale_dtype="float32"), act=act, act_dtype="float32", bias=True
+    )
+    assert error(experts, 9, {"dot": "fp32"}) < TOLERANCE["float32"]
+
+
+def test_mixed_bits_and_odd_sizes(build):
+    experts = random_layer(
+        QuantScheme(4, 32, True), QuantScheme(8, -1, False), bias=True, sizes=(3, 160, 100)
+    )
+    for num_tokens in (1, 2, 3, 4, 5, 6, 13):
+        assert error(experts, num_tokens, {"dot": "bf16"}) < TOLERANCE["bfloat16"]
+
+
+def test_act_order_cut_by_a_rank_is_refused():
+    scheme = QuantScheme(4, 32, True, has_g_idx=True)
+    experts = random_layer(scheme, sizes=(2, 64, 64))
+    experts.w2.g_idx[1, :] = 0
+    with pytest.raises(UnsupportedError, match=r"w2\.g_idx"):
+        CpuNativeBackend().layout(experts.problem, {}).pack(experts)
+
+
+def test_no_compiler_is_a_reason(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    native.build.cache_clear()
+    with pytest.raises(UnsupportedError, match="compiler"):
+        native.load()
+
+
+def test_build_survives_a_cache_folder_that_cannot_be_written(monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("AUTOSEL_CACHE", str(blocked))
+    native.build.cache_clear()
+    assert native.load().wna16_workspace_bytes
+
+
+SANITIZED = """
+import torch
+from autosel import native
+native.load = lambda: native.build((native.host_arch(), "-O1", "-g", "-fsanitize=address,undefined",
+                                    "-fno-sanitize-recover=undefined"))
+from tests.backends.test_cpu_native import *
+for num_bits in (4, 8):
+    for act_dtype in TOLERANCE:
+        scheme = QuantScheme(num_bits, 8, False, True)
+        experts = random_layer(scheme, act_dtype=act_dtype, bias=True, sizes=(3, 72, 41 + 7))
+        for tokens in (1, 3, 13):
+            assert error(experts, tokens, {"dot": "bf16"}) < TOLERANCE[act_dtype]
+print("clean")
+"""
+
+
+@pytest.mark.slow
+def test_sanitizers_find_nothing():
+    asan = subprocess.run(
+        [native.compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True
+    ).stdout.strip()
+    if not os.path.isabs(asan):
+        pytest.skip("the compiler has no address sanitizer")
+    environment = {
+        **os.environ,
+        "LD_PRELOAD": asan,
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "OMP_NUM_THREADS": "2",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", SANITIZED],
+        capture_output=True, text=True, env=environment,
+        cwd=Path(__file__).resolve().parents[2],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip().endswith("clean")
