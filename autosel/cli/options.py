@@ -19,6 +19,14 @@ MAX_TOKENS = 2**31 - 1
 TOKENS = click.IntRange(1, MAX_TOKENS)
 
 
+def whole_number(text: str) -> int:
+    """A whole number of at least 1."""
+    word = text.strip()
+    if not (word.isascii() and word.isdecimal() and 1 <= int(word[:11]) <= MAX_TOKENS):
+        raise click.BadParameter(f"found {text!r}, expected a whole number from 1 to {MAX_TOKENS}")
+    return int(word)
+
+
 def token_counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     """``1,4,16``: whole numbers of at least 1, in any order; doubles are dropped."""
     if isinstance(text, tuple):  # a default
@@ -26,7 +34,7 @@ def token_counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
     words = text.replace(",", " ").split()
     if not words:
         raise click.BadParameter("found no token count, expected for example 1,4,16")
-    return tuple(sorted({int(TOKENS.convert(word, None, None)) for word in words}))
+    return tuple(sorted({whole_number(word) for word in words}))
 
 
 def names(text: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -43,7 +51,7 @@ def group_size(text: str) -> int:
     """A number of inputs, or ``channel`` (also ``-1``) for one group over all of them."""
     if text.lower() in ("channel", "-1"):
         return -1
-    return int(click.IntRange(1).convert(text, None, None))
+    return whole_number(text)
 
 
 @dataclass(frozen=True)

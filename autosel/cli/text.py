@@ -88,5 +88,6 @@ def _three(value: float) -> str:
     """Three significant digits without an exponent."""
     if value == 0:
         return "0"
-    digits = max(0, 2 - math.floor(math.log10(abs(value))))
+    rounded = float(f"{value:.2e}")  # so that 0.9999 counts as 1
+    digits = max(0, 2 - math.floor(math.log10(abs(rounded))))
     return f"{value:.{digits}f}"

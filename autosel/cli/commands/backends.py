@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from autosel.cli.group import Command
 from autosel.cli.options import LayerOptions, device_option, layer_options
 from autosel.cli.report import Report, Table
-from autosel.core import Device, Problem, Support
-from autosel.interfaces import Backend
+from autosel.core import Device, Problem, Reason, Support
+
+if TYPE_CHECKING:
+    from autosel.interfaces import Backend
 
 
 @click.command(cls=Command)
@@ -47,8 +49,6 @@ def command(target: str | None, layer_options: LayerOptions, device: str | None)
 
 
 def _ask(backend: Backend, problem: Problem | None, device: Device) -> Support:
-    from autosel.core import Reason
-
     try:
         return backend.supports(problem, device) if problem else backend.available(device)
     except Exception as error:  # a broken plug-in is a row, not the end of the list
