@@ -1,0 +1,55 @@
+"""The types that travel between autosel's modules.
+
+They are frozen; the ones without tensors print a ``repr`` that evaluates back and have one short
+``key``. Nothing here does torch work: tensors are only carried. Sizes are logical (inputs,
+outputs, experts), never packed words.
+"""
+
+from autosel.core.device import Device
+from autosel.core.outcome import (
+    AccuracyClass,
+    Candidate,
+    Decision,
+    ErrorFigures,
+    Measurement,
+    Params,
+    Rejected,
+    Scalar,
+    Status,
+    TokenBucket,
+)
+from autosel.core.problem import (
+    ACT_DTYPES,
+    ACTIVATIONS,
+    SCALE_DTYPES,
+    Activation,
+    Problem,
+    QuantScheme,
+)
+from autosel.core.support import Reason, Support
+from autosel.core.weights import CanonicalExperts, QuantWeight, Routing
+
+__all__ = [
+    "ACTIVATIONS",
+    "ACT_DTYPES",
+    "SCALE_DTYPES",
+    "AccuracyClass",
+    "Activation",
+    "Candidate",
+    "CanonicalExperts",
+    "Decision",
+    "Device",
+    "ErrorFigures",
+    "Measurement",
+    "Params",
+    "Problem",
+    "QuantScheme",
+    "QuantWeight",
+    "Reason",
+    "Rejected",
+    "Routing",
+    "Scalar",
+    "Status",
+    "Support",
+    "TokenBucket",
+]
