@@ -128,7 +128,7 @@ def plot_latency(
     style = styles(names)
     with drawing():
         frame = new_frame(size, caption or Caption("Latency of one MoE layer"))
-        top, strip, legend = _axes(frame, 2 + len(set(names)))
+        top, strip, legend = _axes(frame, {*names, CHOSEN, BOUND})
         _draw_lines(top, latency, style)
         if bound is not None and not bound.empty:
             _draw_bound(top, bound)
@@ -142,17 +142,18 @@ def plot_latency(
     return frame.figure
 
 
-def _axes(frame: Frame, entries: int) -> tuple[Axes, Axes, Callable[..., Any]]:
+def _axes(frame: Frame, entries: set[str]) -> tuple[Axes, Axes, Callable[..., Any]]:
     """The main axes, the strip below it, and a function that places the legend.
 
     The legend stands at the right of a wide figure and above the axes of a narrow one.
     """
     width, height = frame.figure.get_size_inches()
     beside = frame.inches[0] >= 7
-    columns = 1 if beside else max(1, int(frame.inches[0] // 1.55))
-    rows = 0 if beside else -(-entries // columns)
+    entry = 0.62 + 0.07 * max(map(len, entries))  # line sample and name, in inches
+    columns = 1 if beside else max(1, int(frame.inches[0] // entry))
+    rows = 0 if beside else -(-len(entries) // columns)
     left, bottom = frame.left + 0.72 / width, frame.bottom + 0.42 / height
-    right = frame.right - (1.55 / width if beside else 0.05 / width)
+    right = frame.right - (entry / width if beside else 0.05 / width)
     ceiling = frame.top - (rows * 0.185 + 0.08 * bool(rows)) / height
     strip_top = bottom + 0.42 / height
     strip = frame.figure.add_axes((left, bottom, right - left, 0.42 / height))

@@ -1,0 +1,142 @@
+"""``autosel explain``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from autosel.cli.group import Command
+from autosel.cli.options import (
+    MAX_TOKENS,
+    LayerOptions,
+    db_option,
+    device_option,
+    layer_options,
+    routing_option,
+    target_argument,
+)
+from autosel.cli.report import Report, Table
+from autosel.cli.text import percent_text, time_text
+
+if TYPE_CHECKING:
+    from autosel.core import Decision
+    from autosel.explain import Explanation
+
+
+@click.command(cls=Command)
+@target_argument
+@click.option(
+    "--tokens", type=click.IntRange(1, MAX_TOKENS), required=True, help="Tokens in the call."
+)
+@layer_options
+@routing_option
+@device_option
+@db_option
+def command(
+    target: str,
+    tokens: int,
+    layer_options: LayerOptions,
+    routing: str,
+    device: str | None,
+    db: str | None,
+) -> Report:
+    """Say what is used for this many tokens and why, from the database alone.
+
+    Shows the winner, the runner-up and the margin between them, and every other candidate with its
+    reason. Where nothing is stored for the layer on this device: what was looked for, the nearest
+    entry, each field that differs, and what is used instead.
+    """
+    from autosel.cli.target import resolve, retype
+    from autosel.device import detect
+    from autosel.explain import explain
+    from autosel.routing_synthetic import check_routing_kind
+    from autosel.store import Store
+
+    found = resolve(target, layer_options)
+    here = detect(device)
+    with Store.open(db) as store:
+        answers = [
+            (layer.label, explain(store, layer.problem, here, tokens, routing=routing))
+            for layer in found.layers
+        ]
+        where = str(store.path) if store.path else None
+    again = f"autosel sweep {retype(found, layer_options)}"
+    parts: list[str | Table] = []
+    for label, answer in answers:
+        parts += [*_heading(label, answer), *_body(answer, again), ""]
+    data = {
+        "target": found.name,
+        "database": where,
+        "answers": [{"layer": label, **answer.to_dict()} for label, answer in answers],
+    }
+    return Report(data, parts[:-1])
+
+
+def _heading(label: str, answer: Explanation) -> list[str]:
+    from autosel.words import device_text, problem_text
+
+    return [
+        f"{label}: {problem_text(answer.problem)}",
+        f"{answer.num_tokens} tokens, {answer.routing} routing, on {device_text(answer.device)}",
+    ]
+
+
+def _body(answer: Explanation, again: str) -> list[str | Table]:
+    if answer.decision is not None:
+        return [_decision(answer.decision, answer.measured), *_rejected(answer)]
+    parts: list[str | Table] = [f"{answer.status}: {answer.why}"]
+    if answer.nearest is not None and not answer.nearest.exact:
+        parts.append(
+            Table(
+                ("field", "looked for", "nearest entry has"),
+                [(d.field, _value(d.wanted), _value(d.stored)) for d in answer.nearest.differences],
+                f"Nearest entry: {answer.nearest.entry.problem.key}",
+            )
+        )
+    parts += _rejected(answer)
+    looked_for = f"{answer.problem.key} on {answer.device.name} with {answer.routing} routing"
+    parts.append(f"looked for: {looked_for}")
+    parts.append(f"used instead: {answer.used.key}, which runs every layer everywhere")
+    if answer.status == "not tuned":
+        parts.append(f"to tune it: {again}")
+    return parts
+
+
+def _decision(decision: Decision, measured: str | None) -> Table:
+    bucket = decision.bucket
+    rows = [
+        ("chosen", decision.winner.key),
+        ("its time", time_text(decision.winner_us)),
+        ("runner-up", decision.runner_up.key if decision.runner_up else "none"),
+        ("its time", time_text(decision.runner_up_us)),
+        ("margin", margin_text(decision)),
+        ("holds for", f"{bucket.label} tokens; measured at {bucket.measured}"),
+        ("measured", measured or "-"),
+        ("why", decision.why),
+    ]
+    return Table(("decision", "value"), rows)
+
+
+def margin_text(decision: Decision) -> str:
+    """``12.3 % (95 % interval 11.0 to 13.6 %)``, ``tie (...)`` or ``-``."""
+    if decision.margin is None:
+        return "-"
+    text = percent_text(decision.margin)
+    if decision.margin_interval is not None:
+        low, high = decision.margin_interval
+        text += f" (95 % interval {percent_text(low).removesuffix(' %')} to {percent_text(high)})"
+    return f"tie: {text}" if decision.tie else text
+
+
+def _rejected(answer: Explanation) -> list[Table]:
+    rows = [
+        (item.candidate.key, item.accuracy, item.status, time_text(item.time_us), item.reason)
+        for item in answer.rejected
+    ]
+    columns = ("not chosen", "accuracy", "status", ">time", "reason")
+    return [Table(columns, rows)] if rows else []
+
+
+def _value(value: object) -> str:
+    return "none" if value is None else str(value)
