@@ -77,7 +77,7 @@ def expert_range(num_experts: int, rank: int, size: int) -> range:
 
 def tp_outputs(weight: QuantWeight, rank: int, size: int) -> QuantWeight:
     """A rank's share of the outputs of one matrix (gate or up)."""
-    count = _share(weight.num_outputs, rank, size)
+    count = tp_share(weight.num_outputs, rank, size)
     return slice_outputs(weight, rank * count, count)
 
 
@@ -89,7 +89,7 @@ def tp_inputs(weight: QuantWeight, rank: int, size: int) -> QuantWeight:
     """
     if size == 1 and rank == 0:
         return weight
-    count = _share(weight.num_inputs, rank, size)
+    count = tp_share(weight.num_inputs, rank, size)
     start = rank * count
     codes = _slice_codes(weight, start, count)
     bias = weight.bias
@@ -151,7 +151,8 @@ def _slice_codes(weight: QuantWeight, start: int, count: int) -> torch.Tensor:
     return torch.stack(packed)
 
 
-def _share(total: int, rank: int, size: int) -> int:
+def tp_share(total: int, rank: int, size: int) -> int:
+    """A rank's intermediate size; UnsupportedError, with both numbers, if it does not divide."""
     _check_rank(rank, size)
     if total % size:
         raise UnsupportedError(

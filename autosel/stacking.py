@@ -28,19 +28,23 @@ class Stack:
         if first is None:
             first = self._first = weight
             for name in ("codes", "scales"):
-                part = weight.tensors[name]
-                self._tensors[name] = torch.empty(*self._shape, part.shape[-1], dtype=part.dtype)
+                like = weight.tensors[name]
+                self._tensors[name] = torch.empty(*self._shape, like.shape[-1], dtype=like.dtype)
         self._require_like(first, weight, where)
         rows = slice(first_output, first_output + weight.num_outputs)
         for name in ("zero_points", "g_idx", "bias"):
             if name in weight.tensors:
-                self._need(name)
+                self._need(name, weight.tensors[name].dtype)
         for name, target in self._tensors.items():
             part = weight.tensors.get(name)
             if part is not None:
                 place = target[expert] if name == "g_idx" else target[expert, rows]
                 place.copy_(part[0])
         self._filled[expert, rows] = True
+
+    def has(self, name: str) -> bool:
+        """Whether some weight put so far needed that tensor."""
+        return name in self._tensors
 
     def finish(self, *, symmetric: bool, has_g_idx: bool, has_bias: bool) -> QuantWeight:
         """The stacked weight; the flags ask for tensors that no expert here happened to need."""
@@ -65,8 +69,11 @@ class Stack:
         check(weight, "stacked experts")
         return weight
 
-    def _need(self, name: str) -> None:
+    def _need(self, name: str, dtype: torch.dtype | None = None) -> None:
         if name in self._tensors:
+            found = self._tensors[name].dtype
+            if dtype is not None and dtype != found:
+                raise CheckpointError(field_error("stacked experts", f"{name} dtype", dtype, found))
             return
         first = self._first
         assert first is not None
@@ -80,7 +87,7 @@ class Stack:
             plain = torch.zeros_like(inputs) if size == -1 else inputs // size
             made = plain.repeat(self._shape[0], 1)
         else:
-            made = torch.zeros(self._shape, dtype=scales.dtype)
+            made = torch.zeros(self._shape, dtype=dtype or scales.dtype)
         self._tensors[name] = made
 
     def _require_like(self, first: QuantWeight, weight: QuantWeight, where: str) -> None:
