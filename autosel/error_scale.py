@@ -13,7 +13,7 @@ input, one scale a row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +63,15 @@ class Judged:
     reference: torch.Tensor
     scales: Mapping[AccuracyClass, torch.Tensor]
     overflows: torch.Tensor
+
+    def split(self, counts: Iterable[int]) -> Iterator[Judged]:
+        """One for each run of ``counts`` tokens, for inputs that were judged together."""
+        start = 0
+        for count in counts:
+            rows = slice(start, start + count)
+            start += count
+            scales = {name: scale[rows] for name, scale in self.scales.items()}
+            yield Judged(self.reference[rows], scales, self.overflows[rows])
 
 
 def error_scale(

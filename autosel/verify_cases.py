@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +62,7 @@ def make_cases(
         if kind != "uniform"
     ]
     named += [(name, make(plan)) for name, make in SPECIAL.items()]
-    size = _input_size(experts)
+    size = activation_size(experts)
     xs = [plan.activations(r.num_tokens, size, name).to(device) for name, r in named]
     routed = [Routing(r.topk_ids.to(device), r.topk_weights.to(device)) for _, r in named]
     if dtype is None:
@@ -73,7 +73,7 @@ def make_cases(
     judged = judge(
         torch.cat(xs), experts, together, expert_map=expert_map, accuracies=accuracies, dtype=dtype
     )
-    parts = _split(judged, [len(x) for x in xs])
+    parts = judged.split(len(x) for x in xs)
     return [
         Case(name, x, routing, expert_map, part)
         for (name, _), x, routing, part in zip(named, xs, routed, parts, strict=True)
@@ -155,7 +155,7 @@ SPECIAL: dict[str, Callable[[_Plan], Routing]] = {
 }
 
 
-def _input_size(experts: CanonicalExperts) -> float:
+def activation_size(experts: CanonicalExperts) -> float:
     """The size of activations for which the first GEMM's outputs are of order 1.
 
     The experts may differ a lot; the largest of a few decides, so that float16 has room.
@@ -167,12 +167,3 @@ def _input_size(experts: CanonicalExperts) -> float:
         return 1.0
     wanted: float = 1.0 / (size * problem.hidden_size**0.5)
     return min(max(wanted, 2.0**-12), 2.0**12)
-
-
-def _split(judged: Judged, counts: Sequence[int]) -> Iterable[Judged]:
-    start = 0
-    for count in counts:
-        rows = slice(start, start + count)
-        scales = {name: scale[rows] for name, scale in judged.scales.items()}
-        yield Judged(judged.reference[rows], scales, judged.overflows[rows])
-        start += count
