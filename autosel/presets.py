@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import csv
 import difflib
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from importlib import resources
 
 from autosel.core import Activation, Problem, QuantScheme
 from autosel.errors import ConfigError, field_error
+from autosel.rank_problem import rank_problem
 
 #: The table's words for an activation; the second name is the one without a gate.
 _ACTIVATIONS = {
@@ -84,22 +84,23 @@ def get(
     if experts is not None and experts < 1:
         raise ConfigError(field_error(f"preset {preset.name}", "experts", experts, "at least 1"))
     num_experts = preset.num_experts if experts is None else experts
-    intermediate = _split(preset, "tp", tp, "intermediate size", preset.intermediate_size)
-    local = _split(preset, "ep", ep, "experts", num_experts)
+    _check_split(preset, "tp", tp, "intermediate size", preset.intermediate_size)
+    _check_split(preset, "ep", ep, "experts", num_experts)
     scheme = QuantScheme(num_bits, group_size, symmetric, has_g_idx, scale_dtype or act_dtype)
-    return Problem(
+    whole = Problem(
         num_experts=num_experts,
-        num_local_experts=local,
+        num_local_experts=num_experts,
         top_k=min(preset.top_k, num_experts),
         hidden_size=preset.hidden_size,
-        intermediate_size=intermediate,
+        intermediate_size=preset.intermediate_size,
         w13=scheme,
-        w2=_rank_scheme(scheme, intermediate, tp),
+        w2=scheme,
         activation=preset.activation,
         act_dtype=act_dtype,
         has_bias=preset.has_bias,
         router_weight_on_input=preset.router_weight_on_input,
     )
+    return rank_problem(whole, tp_size=tp, ep_size=ep)
 
 
 def find(name: str) -> Preset:
@@ -153,19 +154,8 @@ def _slug(name: str) -> str:
     return re.sub(r"[\s_]+", "-", name.strip().lower()).strip("-")
 
 
-def _split(preset: Preset, option: str, ranks: int, what: str, size: int) -> int:
+def _check_split(preset: Preset, option: str, ranks: int, what: str, size: int) -> None:
     if ranks < 1 or size % ranks:
         divisors = ", ".join(str(d) for d in range(1, min(size, 128) + 1) if size % d == 0)
         expected = f"a divisor of the {what} {size}: {divisors}"
         raise ConfigError(field_error(f"preset {preset.name}", option, ranks, expected))
-    return size // ranks
-
-
-def _rank_scheme(scheme: QuantScheme, inputs: int, ranks: int) -> QuantScheme:
-    """w2's scheme on one of several ranks that hold ``inputs`` inputs each."""
-    group = scheme.group_size
-    if ranks == 1 or group == -1 or scheme.has_g_idx or inputs % group == 0:
-        return scheme
-    return QuantScheme(
-        scheme.num_bits, math.gcd(inputs, group), scheme.symmetric, False, scheme.scale_dtype
-    )

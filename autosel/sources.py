@@ -7,15 +7,21 @@ weights themselves.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from autosel.checkpoint import Checkpoint
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
+from autosel.errors import CheckpointError, field_error
 from autosel.packing import pack_last, unpack_last
+from autosel.rank_problem import rank_problem
 
 
 class WeightSource(Protocol):
@@ -31,6 +37,73 @@ class WeightSource(Protocol):
 
     def load(self, device: str | torch.device = "cpu") -> CanonicalExperts:
         """The layer's experts on ``device``; the same bits on every call."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointSource:
+    """One MoE layer of a checkpoint folder, or a rank's part of it.
+
+    ``act_dtype`` replaces the model's. Opening reads configs and headers only; the folder is read
+    anew in each process, so that nothing large travels.
+    """
+
+    path: str
+    layer: int
+    tp_rank: int = 0
+    tp_size: int = 1
+    ep_rank: int = 0
+    ep_size: int = 1
+    act_dtype: str | None = None
+
+    @property
+    def problem(self) -> Problem:
+        """From headers alone. Raises CheckpointError for a layer that cannot be tuned."""
+        layer = _open(self.path).layer(self.layer)
+        if layer.problem is None:
+            found = f"{layer.status} ({layer.reason})"
+            where = f"{self.path}: layer {self.layer}"
+            raise CheckpointError(field_error(where, "weights", found, "a quantised layer"))
+        whole = replace(layer.problem, act_dtype=self.act_dtype or layer.problem.act_dtype)
+        return rank_problem(
+            whole,
+            tp_rank=self.tp_rank,
+            tp_size=self.tp_size,
+            ep_rank=self.ep_rank,
+            ep_size=self.ep_size,
+        )
+
+    @property
+    def label(self) -> str:
+        return f"{Path(self.path).name} layer {self.layer}"
+
+    def load(self, device: str | torch.device = "cpu") -> CanonicalExperts:
+        """Read this layer; raises CheckpointError naming file, tensor and expert."""
+        experts = _open(self.path).read_experts(
+            self.layer,
+            act_dtype=self.act_dtype,
+            tp_rank=self.tp_rank,
+            tp_size=self.tp_size,
+            ep_rank=self.ep_rank,
+            ep_size=self.ep_size,
+        )
+        return experts.to(device)
+
+
+def _open(path: str) -> Checkpoint:
+    """One reading of the headers for all layers of a folder, until a file in it changes."""
+    try:
+        files = tuple(
+            (entry.name, entry.stat().st_mtime_ns, entry.stat().st_size)
+            for entry in sorted(os.scandir(path), key=lambda entry: entry.name)
+        )
+    except OSError:
+        return Checkpoint.open(path)  # says what is wrong
+    return _opened(path, files)
+
+
+@lru_cache(maxsize=4)
+def _opened(path: str, files: tuple[tuple[str, int, int], ...]) -> Checkpoint:
+    return Checkpoint.open(path)
 
 
 @dataclass(frozen=True, slots=True)
