@@ -1,0 +1,95 @@
+"""One SQLite connection: short transactions, errors in one line, row numbers of unique texts."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from autosel.errors import StoreError
+
+Row = dict[str, Any]
+
+
+class Tables:
+    """Usable from several threads, which take turns; not from a forked child."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path | None) -> None:
+        self._connection = connection
+        self._connection.row_factory = sqlite3.Row
+        self._where = f"database {path or 'in memory'}"
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+        self._ids: dict[tuple[str, ...], int] = {}
+        self._fresh: dict[tuple[str, ...], int] = {}
+
+    def close(self) -> None:
+        # Closing in a forked child would touch the parent's locks.
+        if self._pid == os.getpid():
+            self._connection.close()
+
+    @contextmanager
+    def write(self) -> Iterator[None]:
+        """One transaction that holds the write lock from its first statement on.
+
+        A transaction that began by reading could not wait for another writer and would fail.
+        """
+        with self._lock, self._errors():
+            self._connection.execute("BEGIN IMMEDIATE")
+            self._fresh = {}
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+            # Only now do the numbers of rows added above stand for something.
+            self._ids |= self._fresh
+
+    def execute(self, sql: str, values: Sequence[object]) -> int:
+        """Rows changed by one statement inside :meth:`write`."""
+        return self._connection.execute(sql, values).rowcount
+
+    def insert(self, table: str, columns: Mapping[str, object]) -> int:
+        """Row number of a new row; inside :meth:`write`."""
+        names, marks = ", ".join(columns), ", ".join("?" * len(columns))
+        cursor = self._connection.execute(
+            f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(columns.values())
+        )
+        return int(cursor.lastrowid or 0)
+
+    def id_of(self, table: str, unique: Mapping[str, str], facts: Mapping[str, object]) -> int:
+        """Row number of ``unique``, added with ``facts`` when new; inside :meth:`write`."""
+        key = (table, *unique.values())
+        found = self._ids.get(key) or self._fresh.get(key)
+        if found is None:
+            where = " AND ".join(f"{name} = ?" for name in unique)
+            row = self._connection.execute(
+                f"SELECT id FROM {table} WHERE {where}", tuple(unique.values())
+            ).fetchone()
+            found = int(row["id"]) if row else self.insert(table, {**unique, **facts})
+            self._fresh[key] = found
+        return found
+
+    def select(self, sql: str, where: Mapping[str, object], order: str) -> list[Row]:
+        """Rows where every named column that is not None here has its value."""
+        wanted = {name: value for name, value in where.items() if value is not None}
+        if wanted:
+            sql += " WHERE " + " AND ".join(f"{name} = ?" for name in wanted)
+        with self._lock, self._errors():
+            rows = self._connection.execute(f"{sql} ORDER BY {order}", tuple(wanted.values()))
+            return [dict(row) for row in rows]
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        if self._pid != os.getpid():
+            raise StoreError(f"{self._where}: opened in process {self._pid}, used in another one")
+        try:
+            yield
+        except (sqlite3.Error, UnicodeError, OverflowError) as error:
+            raise StoreError(f"{self._where}: {error}") from error
