@@ -278,8 +278,8 @@ class LayerPlanner:
     ) -> Problem:
         config = self._config
         dtypes = {}
-        for half, projections in (("w13", ("gate", "up", "gate_up")), ("w2", ("down",))):
-            chosen = {k: s for k, s in plan.sources.items() if k[1] in projections}
+        for half in ("w13", "w2"):
+            chosen = {k: s for k, s in plan.sources.items() if (k[1] == "down") == (half == "w2")}
             dtypes[half] = self._require_alike(plan.names, fmt, chosen)
         probes = {p: self._probe(plan, fmt, reader, p, notes) for p in plan.projections}
         if "gate" in probes and not _same_order(probes["gate"], probes["up"]):
