@@ -152,20 +152,24 @@ def prepare(s, z, BITS: tl.constexpr, SYM: tl.constexpr, FP16: tl.constexpr, ASM
     Once a group and 16-row tile, so its 7 instructions are shared by 8 words (group 128).
     """
     if ASM:
-        out = (tl.int32, tl.int32, tl.int32, tl.int32)
         if SYM:
-            return tl.inline_asm_elementwise(
-                _prepare_asm(BITS, SYM, FP16), "=&r,=&r,=&r,=&r,r", [s], out, True, 1
-            )
-        return tl.inline_asm_elementwise(
-            _prepare_asm(BITS, SYM, FP16), "=&r,=&r,=&r,=&r,r,r", [s, z], out, True, 1
-        )
-    low = _half(s, False, FP16)
-    high = _half(s, True, FP16)
-    if SYM:
-        zero: tl.constexpr = float(1 << (BITS - 1))
-        return low, high, low * 0 + zero, low * 0 + zero
-    return low, high, (z & 0xFFFF).to(tl.float32), ((z >> 16) & 0xFFFF).to(tl.float32)
+            f0, f1, o0, o1 = tl.inline_asm_elementwise(
+                _prepare_asm(BITS, SYM, FP16), "=&r,=&r,=&r,=&r,r", [s],
+                (tl.int32, tl.int32, tl.int32, tl.int32), True, 1)  # fmt: skip
+        else:
+            f0, f1, o0, o1 = tl.inline_asm_elementwise(
+                _prepare_asm(BITS, SYM, FP16), "=&r,=&r,=&r,=&r,r,r", [s, z],
+                (tl.int32, tl.int32, tl.int32, tl.int32), True, 1)  # fmt: skip
+    else:
+        f0 = _half(s, False, FP16)
+        f1 = _half(s, True, FP16)
+        if SYM:
+            o0 = tl.full(s.shape, 1 << (BITS - 1), tl.float32)
+            o1 = o0
+        else:
+            o0 = (z & 0xFFFF).to(tl.float32)
+            o1 = ((z >> 16) & 0xFFFF).to(tl.float32)
+    return f0, f1, o0, o1
 
 
 @triton.jit
@@ -178,12 +182,13 @@ def _code(p, SHIFT: tl.constexpr, BITS: tl.constexpr, factor, offset, FP16: tl.c
 def _words(p, f0, f1, o0, o1, BITS: tl.constexpr, SYM: tl.constexpr, FP16: tl.constexpr,
            ASM: tl.constexpr):  # fmt: skip
     """Words ``[...]`` to weights ``[..., p, i0]`` (8 bit) or ``[..., p, i0, i1]`` (4 bit)."""
-    D: tl.constexpr = tl.float16 if FP16 else tl.bfloat16
     if BITS == 4:
         if ASM:
             a0, a1, b0, b1, c0, c1, d0, d1 = tl.inline_asm_elementwise(
                 _word_asm(BITS, SYM, FP16), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r",
-                [p, f0, f1, o0, o1], (D, D, D, D, D, D, D, D), True, 1)  # fmt: skip
+                [p, f0, f1, o0, o1],
+                (tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
+                True, 1)  # fmt: skip
         else:
             a0 = _code(p, 0, 4, f0, o0, FP16)
             b0 = _code(p, 4, 4, f1, o1, FP16)
@@ -195,18 +200,22 @@ def _words(p, f0, f1, o0, o1, BITS: tl.constexpr, SYM: tl.constexpr, FP16: tl.co
             d1 = _code(p, 28, 4, f1, o1, FP16)
         first = tl.join(tl.join(a0, a1), tl.join(b0, b1))
         second = tl.join(tl.join(c0, c1), tl.join(d0, d1))
-        return tl.join(first, second)
+        y = tl.join(first, second)
     else:
         if ASM:
             a0, a1, b0, b1 = tl.inline_asm_elementwise(
                 _word_asm(BITS, SYM, FP16), "=h,=h,=h,=h,r,r,r,r,r",
-                [p, f0, f1, o0, o1], (D, D, D, D), True, 1)  # fmt: skip
+                [p, f0, f1, o0, o1], (tl.int16, tl.int16, tl.int16, tl.int16),
+                True, 1)  # fmt: skip
         else:
             a0 = _code(p, 0, 8, f0, o0, FP16)
             b0 = _code(p, 8, 8, f1, o1, FP16)
             a1 = _code(p, 16, 8, f0, o0, FP16)
             b1 = _code(p, 24, 8, f1, o1, FP16)
-        return tl.join(tl.join(a0, a1), tl.join(b0, b1))
+        y = tl.join(tl.join(a0, a1), tl.join(b0, b1))
+    if ASM:
+        y = y.to(tl.float16 if FP16 else tl.bfloat16, bitcast=True)
+    return y
 
 
 @triton.jit
@@ -282,7 +291,8 @@ def dequant_batched(p, s, z, B: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
             mask = 0x000F000F * (1 + 15 * i0)
         y = tl.inline_asm_elementwise(
             _pair_asm(BITS, SYM, FP16), "=r,r,r,r,r,r,r,r,r,r,r",
-            [p, shift + 0 * pp, mask + 0 * i1, factor, offset], D, True, 2)  # fmt: skip
+            [p, shift + 0 * pp, mask + 0 * i1, factor, offset], tl.int16, True, 2)  # fmt: skip
+        y = y.to(D, bitcast=True)
     else:
         place = 4 * i0 + 8 * i1 + 16 * pp if BITS == 4 else 8 * i0 + 16 * pp
         code = ((p >> place) & ((1 << BITS) - 1)).to(tl.float32)

@@ -98,6 +98,12 @@ def _pdl(layer: TiledLayer) -> dict[str, Any]:
     return {"launch_pdl": True} if layer.pdl else {}
 
 
+def _registers(layer: TiledLayer, p: Params, pre: str) -> dict[str, Any]:
+    """A cap on registers a thread, where the parameters ask for one (NVIDIA only)."""
+    cap = p.get(f"{pre}_regs", 0)
+    return {"maxnreg": cap} if cap and layer.asm else {}
+
+
 # ------------------------------------------------------------------ single launches
 def align(layer: TiledLayer, ids: torch.Tensor, block: int) -> tuple[Launch, tuple[Any, ...]]:
     """The align launch and its results ``(sorted_slot, position, blocks, num_blocks)``."""
@@ -200,6 +206,7 @@ def grouped_launch(
             S=scan, TOK=tok, BN=bn, BK=p[f"{pre}_bk"], STAGES=p[f"{pre}_stages"],
             PREFETCH=0 if up or not layer.asm else p["prefetch"], ASM=layer.asm, PDL=pdl,
             num_warps=p[f"{pre}_warps"], num_stages=p[f"{pre}_stages"], **_pdl(layer),
+            **_registers(layer, p, pre),
         ),
     )  # fmt: skip
 
@@ -220,6 +227,7 @@ def rows_launch(
             **layer.gemm(False), SORTED=sorted_ is not None, BY_SLOT=by_slot, S=scan, TOK=tok,
             BN=bn, RT=rt, STAGES=p["down_stages"], ASM=layer.asm, PDL=layer.pdl,
             num_warps=p["down_warps"], num_stages=p["down_stages"], **_pdl(layer),
+            **_registers(layer, p, "down"),
         ),
     )  # fmt: skip
 
