@@ -1,0 +1,82 @@
+"""Support rules that several backends share; each records a reason with found and required."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import metadata
+
+from autosel.activations import constants
+from autosel.core import Device, Problem, QuantScheme
+from autosel.errors import UnsupportedError
+from autosel.interfaces import Requirements
+from autosel.layouts._common import single_group
+
+
+def gemms(problem: Problem) -> Iterator[tuple[str, QuantScheme, int, int]]:
+    """``(name, scheme, outputs, inputs)`` of both GEMMs."""
+    yield "w13", problem.w13, problem.w13_shape[1], problem.w13_shape[2]
+    yield "w2", problem.w2, problem.w2_shape[1], problem.w2_shape[2]
+
+
+def capability_at_least(needs: Requirements, device: Device, lowest: tuple[int, int]) -> bool:
+    """A device that reports no number is unknown, which is not the same as too old."""
+    required = f"{lowest[0]}.{lowest[1]} or newer"
+    if device.capability is None:
+        return needs.need(False, "compute capability", "not reported", required)
+    major, minor = device.capability
+    return needs.need(
+        device.capability >= lowest, "compute capability", f"{major}.{minor}", required
+    )
+
+
+def package(needs: Requirements, distribution: str, install: str = "") -> bool:
+    """A missing package is a reason that names what to install."""
+    try:
+        metadata.version(distribution)
+        return True
+    except metadata.PackageNotFoundError:
+        return needs.need(
+            False,
+            f"package {distribution}",
+            "not installed",
+            install or f"pip install {distribution}",
+        )
+
+
+def activation(needs: Requirements, problem: Problem) -> None:
+    """Every activation has a kernel of ours; a constant without a place in it is refused."""
+    found = problem.activation
+    try:
+        values = constants(found)
+    except UnsupportedError:
+        needs.need(False, f"activation {found.name}", found.key, "constants that it has")
+        return
+    if found.name == "swiglustep":
+        needs.one_of("activation swiglustep, limit", values["limit"], (7.0,))
+
+
+def no_w13_act_order(needs: Requirements, problem: Problem) -> bool:
+    """Sorting w13's inputs would need a gather of x per expert; w2's folds into w13's rows."""
+    harmless = single_group(problem.w13, problem.hidden_size)
+    return needs.need(
+        not problem.w13.has_g_idx or harmless,
+        "w13 act-order",
+        "g_idx with several groups",
+        "contiguous groups (w2 may have act-order)",
+    )
+
+
+def no_act_order(needs: Requirements, problem: Problem) -> None:
+    for name, scheme, _, inputs in gemms(problem):
+        needs.need(
+            not scheme.has_g_idx or single_group(scheme, inputs),
+            f"{name} act-order",
+            "g_idx with several groups",
+            "contiguous groups",
+        )
+
+
+def symmetric_int4(needs: Requirements, problem: Problem) -> None:
+    for name, scheme, _, _ in gemms(problem):
+        needs.one_of(f"{name} bits", scheme.num_bits, (4,))
+        needs.need(scheme.symmetric, f"{name} zero points", "asymmetric", "symmetric")

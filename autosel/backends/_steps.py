@@ -1,0 +1,90 @@
+"""The steps between and around the GEMM operators: activation, sum over slots, act-order checks.
+
+On a GPU they are our own Triton kernels, one launch each, computing in float32 and rounding once;
+on the CPU (where only tests come) plain torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autosel.activations import activate, constants
+from autosel.core import Activation
+
+_MAX_GRID_Y = 65535  # CUDA's limit for the second dimension of a grid
+
+
+def activation_constants(activation: Activation) -> dict[str, Any]:
+    """Compile-time arguments of the activation kernels; 0 means absent for a limit."""
+    values = constants(activation)
+    return {
+        "ACT": activation.name,
+        "LIMIT": values.get("limit", 0.0),
+        "ALPHA": values.get("alpha", 1.0),
+        "BETA": values.get("beta", 0.0),
+        "LINEAR_BETA": values.get("linear_beta", 0.0),
+    }
+
+
+def activate_into(out: torch.Tensor, h: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """``out[R, I] = act(h[R, s * I])``; halves form, contiguous, same dtype."""
+    if h.device.type == "cpu":
+        return out.copy_(activate(h.float(), activation))
+    from autosel.kernels.moe_wna16_plain import activation_kernel
+
+    rows, width = out.shape
+    block = min(1024, 1 << (width - 1).bit_length())
+    activation_kernel[(rows, -(-width // block))](
+        h, out, N=width, GATED=activation.gated, BLOCK=block, **activation_constants(activation)
+    )
+    return out
+
+
+def reduce_into(
+    out: torch.Tensor,
+    y: torch.Tensor,
+    topk_ids: torch.Tensor,
+    num_experts: int,
+    weights: torch.Tensor | None = None,
+    rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """``out[t] = sum over j of weights[t, j] * y[row(t, j)]``, in float32 and in order of j.
+
+    y ``[R, H]``; row(t, j) is ``t * top_k + j``, or ``rows[t, j]`` (int32 ``[M, top_k]``, -1 for
+    none). Rows of slots that no expert here serves are never read: they hold old memory, and NaN
+    times 0 is NaN.
+    """
+    num_tokens, top_k = topk_ids.shape
+    if out.device.type == "cpu":
+        served = (topk_ids >= 0) & (topk_ids < num_experts)
+        source = torch.arange(topk_ids.numel()).view_as(topk_ids) if rows is None else rows.long()
+        total = torch.zeros(out.shape, dtype=torch.float32)
+        for j in range(top_k):
+            part = y[source[:, j].clamp(min=0)].float()
+            if weights is not None:
+                part = part * weights[:, j, None]
+            total += torch.where(served[:, j, None], part, 0.0)
+        return out.copy_(total)
+    from autosel.kernels.moe_reduce import reduce_kernel
+
+    width = out.shape[1]
+    block = min(1024, 1 << (width - 1).bit_length())
+    for start in range(0, num_tokens, _MAX_GRID_Y):
+        end = min(start + _MAX_GRID_Y, num_tokens)
+        reduce_kernel[(-(-width // block), end - start)](
+            y if rows is not None else y[start * top_k :],
+            None if rows is None else rows[start:end],
+            topk_ids[start:end],
+            None if weights is None else weights[start:end],
+            out[start:end],
+            N=width,
+            E=num_experts,
+            TOPK=top_k,
+            BLOCK=block,
+            SORTED=rows is not None,
+            WEIGHTED=weights is not None,
+            PDL=False,
+        )
+    return out
