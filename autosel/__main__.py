@@ -50,7 +50,7 @@ def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
         return status
 
     try:
-        result = cli.main(args, prog_name="autosel", standalone_mode=False)
+        result = cli.main(args, prog_name="autosel", standalone_mode=False, obj=args)
         return result if isinstance(result, int) else DONE
     except ReaderGoneError:
         raise

@@ -204,7 +204,7 @@ def _draw_winning_points(axes: Axes, latency: pd.DataFrame, winners: pd.DataFram
     axes.plot(
         chosen["measured"], chosen["median_us"], linestyle="none", marker="o", markersize=12,
         markerfacecolor="none", markeredgecolor="black", markeredgewidth=1.1,
-        label=CHOSEN, zorder=4,
+        label=CHOSEN, zorder=4, clip_on=False,
     )  # fmt: skip
 
 
@@ -227,7 +227,8 @@ def _draw_strip(axes: Axes, winners: pd.DataFrame, style: dict[str, Style]) -> N
         axes.axvspan(start, end, facecolor=look.colour, alpha=0.2, edgecolor="none")
         axes.axvline(start, color="white", linewidth=1.2)
         text = "tie" if row["tie"] else "" if pd.isna(row["margin"]) else f"{row['margin']:.0%}"
-        axes.text((start * end) ** 0.5, 0.25, text, ha="center", va="center", fontsize=6.5)
+        if inches * np.log(end / start) / np.log(right / left) > 0.27:
+            axes.text((start * end) ** 0.5, 0.25, text, ha="center", va="center", fontsize=6.5)
         if not runs or runs[-1][0] != row["series"]:
             runs.append([row["series"], start, end])
         runs[-1][2] = end

@@ -122,6 +122,11 @@ routing_option = click.option(
     help="Which experts the tokens go to: uniform, zipf[:s], one_hot[:e] or all_but_one[:e].",
 )  # fmt: skip
 
+cache_option = click.option(
+    "--cache", type=click.Choice(["cold", "hot"]), default="cold", show_default=True,
+    help="Timed with the weights out of the caches, as between a model's layers, or in them.",
+)  # fmt: skip
+
 device_option = click.option(
     "--device", type=click.Choice(["cpu", "cuda", "rocm", "xpu"]),
     help="Kind of device (default: the best one here).",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import click
@@ -15,6 +15,8 @@ from autosel.cli.options import LayerOptions
 from autosel.cli.report import warn
 from autosel.core import Problem
 from autosel.errors import AutoselError, CheckpointError, ConfigError, field_error
+from autosel.rank_problem import rank_problem
+from autosel.routing_synthetic import make_routing
 from autosel.sources import CheckpointSource, RandomSource, WeightSource
 
 
@@ -23,12 +25,9 @@ class Layer:
     """One layer to tune, standing for all layers of the same problem."""
 
     label: str
+    problem: Problem
     source: WeightSource
     indices: tuple[int, ...] = ()
-
-    @property
-    def problem(self) -> Problem:
-        return self.source.problem
 
 
 @dataclass(frozen=True)
@@ -77,17 +76,18 @@ def _checkpoint(text: str, options: LayerOptions) -> Target:
             f"{', '.join(given)}: only for presets; {text} is a checkpoint, which says it itself"
         )
     checkpoint = Checkpoint.open(text)
-    chosen = _chosen(text, checkpoint.layers, options.layer)
     groups: dict[Problem, list[MoELayer]] = {}
-    sources: dict[Problem, CheckpointSource] = {}
-    for layer in chosen:
-        source = CheckpointSource(
-            str(text), layer.index, tp_size=options.tp, act_dtype=options.act_dtype
-        )
-        groups.setdefault(source.problem, []).append(layer)
-        sources.setdefault(source.problem, source)
+    for layer in _chosen(text, checkpoint.layers, options.layer):
+        assert layer.problem is not None, "a quantised layer has a problem"
+        whole = replace(layer.problem, act_dtype=options.act_dtype or layer.problem.act_dtype)
+        groups.setdefault(rank_problem(whole, tp_size=options.tp), []).append(layer)
     layers = tuple(
-        Layer(_label(alike), sources[problem], tuple(layer.index for layer in alike))
+        Layer(
+            _label(alike),
+            problem,
+            CheckpointSource(text, alike[0].index, tp_size=options.tp, act_dtype=options.act_dtype),
+            tuple(layer.index for layer in alike),
+        )
         for problem, alike in groups.items()
     )
     skipped = tuple(layer for layer in checkpoint.layers if layer.status != "quantized")
@@ -136,7 +136,7 @@ def _preset(name: str, options: LayerOptions) -> Target:
         tp=options.tp,
         experts=options.experts,
     )
-    return Target(name, "preset", (Layer(name, RandomSource(problem)),))
+    return Target(name, "preset", (Layer(name, problem, RandomSource(problem)),))
 
 
 def retype(target: Target, options: LayerOptions) -> str:
@@ -152,6 +152,12 @@ def retype(target: Target, options: LayerOptions) -> str:
         if value is not True:
             words.append("channel" if (item.name, value) == ("group_size", -1) else str(value))
     return shlex.join(words)
+
+
+def check_routing(kind: str, target: Target) -> None:
+    """Refuse a kind of routing that none of the layers can be given; it has no tokens yet."""
+    for layer in target.layers:
+        make_routing(kind, 0, layer.problem)
 
 
 def number_ranges(numbers: list[int]) -> str:

@@ -10,6 +10,7 @@ from autosel.cli.group import Command
 from autosel.cli.options import (
     MAX_TOKENS,
     LayerOptions,
+    cache_option,
     db_option,
     device_option,
     layer_options,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 @layer_options
 @routing_option
 @device_option
+@cache_option
 @db_option
 def command(
     target: str,
@@ -39,6 +41,7 @@ def command(
     layer_options: LayerOptions,
     routing: str,
     device: str | None,
+    cache: str,
     db: str | None,
 ) -> Report:
     """Say what is used for this many tokens and why, from the database alone.
@@ -47,17 +50,21 @@ def command(
     reason. Where nothing is stored for the layer on this device: what was looked for, the nearest
     entry, each field that differs, and what is used instead.
     """
-    from autosel.cli.target import resolve, retype
+    from autosel.cli.target import check_routing, resolve, retype
     from autosel.device import detect
     from autosel.explain import explain
-    from autosel.routing_synthetic import check_routing_kind
     from autosel.store import Store
 
     found = resolve(target, layer_options)
+    check_routing(routing, found)
     here = detect(device)
+    timing = {"cache": cache}
     with Store.open(db) as store:
         answers = [
-            (layer.label, explain(store, layer.problem, here, tokens, routing=routing))
+            (
+                layer.label,
+                explain(store, layer.problem, here, tokens, routing=routing, timing=timing),
+            )
             for layer in found.layers
         ]
         where = str(store.path) if store.path else None

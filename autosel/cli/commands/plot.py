@@ -9,6 +9,7 @@ import click
 from autosel.cli.group import Command
 from autosel.cli.options import (
     LayerOptions,
+    cache_option,
     db_option,
     device_option,
     layer_options,
@@ -31,6 +32,7 @@ from autosel.cli.report import Report, note
 @layer_options
 @routing_option
 @device_option
+@cache_option
 @db_option
 def command(
     target: str,
@@ -39,6 +41,7 @@ def command(
     layer_options: LayerOptions,
     routing: str,
     device: str | None,
+    cache: str,
     db: str | None,
 ) -> Report:
     """Draw latency against tokens for each backend, from the database; needs no display.
@@ -46,13 +49,14 @@ def command(
     A checkpoint with several kinds of layers needs --layer, since a figure shows one.
     """
     from autosel import figures
-    from autosel.cli.target import resolve
+    from autosel.cli.target import check_routing, resolve
     from autosel.device import detect
     from autosel.plot_style import check_path, save
     from autosel.store import Store
 
     path = check_path(output)
     found = resolve(target, layer_options)
+    check_routing(routing, found)
     layer = found.layers[0]
     if len(found.layers) > 1:
         others = ", ".join(other.label for other in found.layers[1:])
@@ -61,8 +65,9 @@ def command(
     title = f"{name}, {layer.label}" if found.kind == "checkpoint" else name
     with Store.open(db) as store:
         figure = figures.latency(
-            store, layer.problem, detect(device), routing=routing, title=title, size=size
-        )
+            store, layer.problem, detect(device),
+            routing=routing, title=title, timing={"cache": cache}, size=size,
+        )  # fmt: skip
     save(figure, path)
     return Report(
         {"file": str(path), "layer": layer.label, "problem": layer.problem.to_dict()},

@@ -1,0 +1,185 @@
+"""``autosel sweep``."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autosel.cli.group import Command
+from autosel.cli.options import (
+    LayerOptions,
+    cache_option,
+    db_option,
+    device_option,
+    layer_options,
+    names,
+    routing_option,
+    target_argument,
+    token_counts,
+)
+from autosel.cli.report import Report, note
+
+if TYPE_CHECKING:
+    from autosel.cli.progress import SweepProgress
+    from autosel.cli.target import Target
+    from autosel.core import Device
+    from autosel.store import Store
+    from autosel.tune_types import SweepResult, SweepSettings
+
+
+@click.command(cls=Command)
+@target_argument
+@click.option(
+    "--tokens", type=token_counts, metavar="M,M,...", default=(), show_default="by device",
+    help="Token counts to measure.",
+)  # fmt: skip
+@layer_options
+@routing_option
+@click.option(
+    "--backends", type=names, metavar="NAME,NAME,...", default=(), show_default="all",
+    help="Backends to try.",
+)  # fmt: skip
+@click.option(
+    "--allow-a8", is_flag=True,
+    help="Let backends that quantise activations to 8 bits win; otherwise they are only reported.",
+)  # fmt: skip
+@click.option(
+    "--budget", type=click.IntRange(1), default=32, show_default=True,
+    help="Settings tried for each backend and token count.",
+)  # fmt: skip
+@click.option(
+    "--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True,
+    help="Seed of activations, routing and search.",
+)  # fmt: skip
+@click.option("--fresh", is_flag=True, help="Measure again what the database already has.")
+@cache_option
+@device_option
+@db_option
+@click.pass_obj
+def command(
+    args: list[str],
+    target: str,
+    tokens: tuple[int, ...],
+    layer_options: LayerOptions,
+    routing: str,
+    backends: tuple[str, ...],
+    allow_a8: bool,
+    budget: int,
+    seed: int,
+    fresh: bool,
+    cache: str,
+    device: str | None,
+    db: str | None,
+) -> Report:
+    """Pack, verify and time every backend that can run the layer; store it all and decide.
+
+    Layers of a checkpoint that are alike are swept once. Ctrl-C keeps what is measured; the same
+    command goes on from there.
+    """
+    from autosel import registry
+    from autosel.cli.progress import SweepProgress
+    from autosel.cli.target import check_routing, resolve
+    from autosel.device import detect
+    from autosel.store import Store
+    from autosel.timing import TimingSettings
+    from autosel.tune_types import SweepSettings
+
+    settings = SweepSettings(
+        token_counts=tokens,
+        routing=routing,
+        timing=TimingSettings(cache="hot" if cache == "hot" else "cold"),
+        backends=tuple(registry.get(name).name for name in backends),
+        allow_a8=allow_a8,
+        budget=budget,
+        seed=seed,
+        resume=not fresh,
+    )
+    found = resolve(target, layer_options)
+    check_routing(routing, found)
+    here = detect(device)
+    with Store.open(db) as store, SweepProgress() as progress:
+        results, interrupted = _sweep(found, settings, here, store, progress)
+        place = str(store.path) if store.path else None
+    _say_what_was_kept(progress, place, interrupted, shlex.join(["autosel", *args]))
+    return _report(found, here, results, place, interrupted)
+
+
+def _sweep(
+    target: Target, settings: SweepSettings, device: Device, store: Store, progress: SweepProgress
+) -> tuple[list[SweepResult], bool]:
+    """One sweep for each kind of layer; whether Ctrl-C ended it."""
+    from autosel.tune import sweep
+
+    results: list[SweepResult] = []
+    try:
+        for layer in target.layers:
+            progress.label = layer.label
+            results.append(
+                sweep(layer.source, settings, device=device, store=store, observer=progress)
+            )
+    except KeyboardInterrupt:
+        return results, True
+    return results, False
+
+
+def _say_what_was_kept(
+    progress: SweepProgress, place: str | None, interrupted: bool, again: str
+) -> None:
+    counts = f"{progress.fresh} measured, {progress.resumed} taken from the database"
+    where = f"kept in {place}" if place else "not kept: the database is in memory"
+    note(f"{counts}; {where}")
+    if interrupted and place:
+        note(f"interrupted; the same command goes on from here: {again}")
+    elif interrupted:
+        note("interrupted; nothing can be resumed")
+
+
+def _report(
+    target: Target,
+    device: Device,
+    results: list[SweepResult],
+    place: str | None,
+    interrupted: bool,
+) -> Report:
+    from autosel.cli.decisions import left_out_table, outcome_table, why_lines
+    from autosel.records import decision_dict, measurement_dict
+    from autosel.words import problem_text
+
+    parts: list[Any] = []
+    answers: list[dict[str, Any]] = []
+    for layer, result in zip(target.layers, results, strict=False):
+        title = f"{layer.label}: {problem_text(result.problem)}; {result.routing} routing"
+        parts += [outcome_table(result.outcomes, title), *why_lines(result.outcomes)]
+        parts += [left_out_table(result.outcomes)]
+        answers.append(
+            {
+                "layer": layer.label,
+                "layers": layer.indices,
+                "problem": result.problem.to_dict(),
+                "problem_key": result.problem.key,
+                "routing": result.routing,
+                "ceilings": asdict(result.ceilings) if result.ceilings else None,
+                "decisions": [decision_dict(item) for item in result.decisions],
+                "nothing_usable": [
+                    {"bucket": asdict(item.bucket), "why": item.why}
+                    for item in result.outcomes
+                    if item not in result.decisions
+                ],
+                "measurements": [measurement_dict(item) for item in result.measurements],
+            }
+        )
+    data = {
+        "target": target.name,
+        "device": device.to_dict(),
+        "database": place,
+        "interrupted": interrupted,
+        "answers": answers,
+    }
+    status = 130 if interrupted else 0
+    if results and not interrupted and not any(result.decisions for result in results):
+        note(f"error: {results[0].outcomes[0].why}")
+        status = 1
+    return Report(data, [part for part in parts if part], status)

@@ -1,0 +1,69 @@
+"""Decisions as tables, for the sweep's summary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from autosel.cli.report import Table
+from autosel.cli.text import percent_text, time_text
+from autosel.core import Decision
+from autosel.decide import NothingUsable
+
+Outcomes = Sequence[Decision | NothingUsable]
+
+
+def outcome_table(outcomes: Outcomes, title: str) -> Table:
+    """One row for each token bucket: who was chosen, who came next, and by how much."""
+    columns = ("tokens", "chosen", ">time", "runner-up", ">its time", ">margin", "95 % interval")
+    return Table(columns, [_row(outcome) for outcome in outcomes], title)
+
+
+def _row(outcome: Decision | NothingUsable) -> tuple[str, ...]:
+    if isinstance(outcome, NothingUsable):
+        return (outcome.bucket.label, "nothing usable", "-", "-", "-", "-", "")
+    return (
+        outcome.bucket.label,
+        outcome.winner.key,
+        time_text(outcome.winner_us),
+        outcome.runner_up.key if outcome.runner_up else "-",
+        time_text(outcome.runner_up_us),
+        "tie" if outcome.tie else percent_text(outcome.margin),
+        interval_text(outcome),
+    )
+
+
+def interval_text(decision: Decision) -> str:
+    """``11.0 to 13.6 %``, or nothing where too few samples were taken."""
+    if decision.margin_interval is None:
+        return ""
+    low, high = decision.margin_interval
+    return f"{percent_text(low).removesuffix(' %')} to {percent_text(high)}"
+
+
+def why_lines(outcomes: Outcomes) -> list[str]:
+    """One sentence for each token bucket."""
+    return [f"{outcome.bucket.label} tokens: {outcome.why}" for outcome in outcomes]
+
+
+def left_out_table(outcomes: Outcomes) -> Table | None:
+    """Candidates that were never a choice, with the reason, once for all token counts alike."""
+    rows: dict[tuple[str, str, str], list[str]] = {}
+    for outcome in outcomes:
+        for item in outcome.rejected:
+            if item.status != "ok":
+                key = (item.candidate.key, item.status, item.reason)
+                rows.setdefault(key, []).append(outcome.bucket.label)
+    if not rows:
+        return None
+    return Table(
+        ("left out", "status", "tokens", "reason"),
+        [
+            (who, status, _tokens(labels, outcomes), why)
+            for (who, status, why), labels in rows.items()
+        ],
+    )
+
+
+def _tokens(labels: Iterable[str], outcomes: Outcomes) -> str:
+    found = list(labels)
+    return "all" if len(found) == len(outcomes) else ", ".join(found)
