@@ -96,9 +96,9 @@ def compare(
         return Verdict("wrong", field_error("output", "shape", list(out.shape), list(ref.shape)))
     if out.dtype != torch_dtype(act_dtype):
         return Verdict("wrong", field_error("output", "dtype", out.dtype, torch_dtype(act_dtype)))
-    unusable = int((~ref.isfinite()).sum())
-    if unusable:
-        raise AutoselError(field_error("reference", "values", f"{unusable} not finite", "finite"))
+    _require_finite("reference", ref)
+    if scale is not None:
+        _require_finite("error scale", scale)
     if not out.isfinite().all():
         return Verdict("nonfinite", _nonfinite_reason(out, ref, act_dtype, overflows))
     if out.numel() == 0:
@@ -112,12 +112,11 @@ def compare(
     # No rounding can explain an error where the scale is 0, and no error needs explaining.
     units = torch.where(error == 0, 0.0, error.abs() / scale.double())  # [M, H]
     checks = _checks(units, LIMITS[accuracy])
-    score = max(found / limit for _, found, limit in checks)
-    for where, found, limit in checks:
-        if not found <= limit:
-            reason = field_error(where, "error over rounding", f"{found:.3g}", f"at most {limit:g}")
-            return Verdict("wrong", reason, figures, score)
-    return Verdict("ok", "", figures, score)
+    where, found, limit = max(checks, key=lambda check: check[1] / check[2])
+    if found <= limit:
+        return Verdict("ok", "", figures, found / limit)
+    reason = field_error(where, "error over rounding", f"{found:.3g}", f"at most {limit:g}")
+    return Verdict("wrong", reason, figures, found / limit)
 
 
 def nominal_scale(ref: torch.Tensor, accuracy: AccuracyClass, act_dtype: str) -> torch.Tensor:
@@ -155,8 +154,14 @@ def error_figures(error: torch.Tensor, ref: torch.Tensor) -> ErrorFigures:
     )
 
 
+def _require_finite(name: str, values: torch.Tensor) -> None:
+    unusable = int((~values.isfinite()).sum())
+    if unusable:
+        raise AutoselError(field_error(name, "values", f"{unusable} not finite", "finite"))
+
+
 def _checks(units: torch.Tensor, limits: Limits) -> list[tuple[str, float, float]]:
-    """(where, found, limit) of the three limits, the most telling first."""
+    """(where, found, limit) of the three limits."""
     tokens = units.square().mean(dim=-1).sqrt()  # [M]
     token = int(tokens.argmax())
     place = int(units.argmax())
