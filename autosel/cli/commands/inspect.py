@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -121,14 +122,21 @@ def _notes(opened: Checkpoint, uses: Iterable[TensorUse], *, named: bool) -> lis
 
 
 def _layer_notes(layers: Iterable[MoELayer]) -> list[str]:
-    """Notes of layers, once for all layers that have the same one."""
+    """Notes of layers; those that differ only in numbers are shown once and counted."""
     from autosel.cli.target import number_ranges
 
-    found: dict[str, list[int]] = {}
+    found: dict[str, list[tuple[int, str]]] = {}
     for layer in layers:
         for text in layer.notes:
-            found.setdefault(text, []).append(layer.index)
-    return [f"layer {number_ranges(numbers)}: {text}" for text, numbers in found.items()]
+            alike = re.sub(r"gate|up|down|\d+", "#", text)
+            found.setdefault(alike, []).append((layer.index, text))
+    lines = []
+    for members in found.values():
+        numbers = number_ranges([index for index, _ in members])
+        more = f" (and {len(members) - 1} more like it)" if len(members) > 1 else ""
+        plural = "s" if "-" in numbers or "," in numbers else ""
+        lines.append(f"layer{plural} {numbers}: {members[0][1]}{more}")
+    return lines
 
 
 def _data(checkpoint: str, opened: Checkpoint, uses: Iterable[TensorUse]) -> dict[str, Any]:
@@ -140,5 +148,5 @@ def _data(checkpoint: str, opened: Checkpoint, uses: Iterable[TensorUse]) -> dic
             {**asdict(layer), "problem_key": layer.problem.key if layer.problem else None}
             for layer in opened.layers
         ],
-        "tensors": [asdict(use) for use in uses],
+        "tensors": uses,
     }
