@@ -21,6 +21,7 @@ from typing import Literal, Protocol, TypeVar
 
 from autosel.core import Device, Scalar
 from autosel.errors import AutoselError, field_error
+from autosel.failures import CAUGHT
 
 Call = Callable[[], object]
 K = TypeVar("K", bound=Hashable)
@@ -47,7 +48,7 @@ class TimingSettings:
     rounds: int = 5
     samples_per_round: int = 5
     warmup: int = 2
-    limit_s: float = 4.0
+    limit_s: float = 2.5
     burst_us: float = 200.0
     flush_bytes: int | None = None
 
@@ -125,7 +126,7 @@ class TimedSamples:
     times_us: tuple[float, ...]
     first_call_ms: float | None
     timing: tuple[tuple[str, Scalar], ...]
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 def timer_for(device: Device, settings: TimingSettings) -> Timer:
@@ -182,7 +183,7 @@ class _Track:
         self.facts: dict[str, Scalar] = {}
         self.load: dict[str, float] = {}
         self.first_ms: float | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.spent_s = 0.0
         self.sample_s = 0.0  # wall time of the last sample, its flush included
         self.repeats = 1
@@ -194,7 +195,7 @@ class _Track:
             self.first_ms = first_call_ms(self.call, self.timer)
             with self._watch():
                 self._prepare()
-        except Exception as error:
+        except CAUGHT as error:
             self.error = error
         # Samples are spread over all rounds, even where the limit allows only a few; each block
         # costs one call more than it gives samples.
@@ -226,7 +227,7 @@ class _Track:
         try:
             with self._watch():
                 taken = self._take()
-        except Exception as error:
+        except CAUGHT as error:
             self.error = error
         if taken:
             self.blocks.append(taken)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autosel.core import Candidate, Decision, Device, Measurement, Problem
+from autosel.buckets import bucket_for
+from autosel.core import Candidate, Decision, Device, Measurement, Problem, Rejected
+from autosel.decide import NothingUsable
 from autosel.errors import AutoselError, field_error
+from autosel.roofline import Ceilings
 from autosel.timing import TimingSettings
 
 #: Powers of four on a CPU, where a call is long; of two on a GPU, up to a prefill chunk.
@@ -73,3 +76,41 @@ class Observer:
 
     def decided(self, decision: Decision) -> None:
         """A token count's decision is there."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepResult:
+    """What a sweep measured and decided for one layer.
+
+    ``measurements`` are this sweep's, taken or resumed, in order. ``decisions`` has one answer for
+    each token count, sorted: a Decision, or a NothingUsable with every reason.
+    """
+
+    problem: Problem
+    device: Device
+    label: str
+    routing: str
+    measurements: tuple[Measurement, ...]
+    outcomes: tuple[Decision | NothingUsable, ...]
+    ceilings: Ceilings | None = None
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """The token counts that have a winner."""
+        return tuple(found for found in self.outcomes if isinstance(found, Decision))
+
+    def decision(self, tokens: int) -> Decision:
+        """The decision for calls of ``tokens`` tokens; 0 tokens run nothing and get the smallest's.
+
+        Raises NothingUsableError, with the reasons, where no candidate may be chosen.
+        """
+        bucket = bucket_for([found.bucket for found in self.outcomes], max(tokens, 1))
+        found = next(outcome for outcome in self.outcomes if outcome.bucket == bucket)
+        if isinstance(found, NothingUsable):
+            raise found.error()
+        return found
+
+    def rejected(self, tokens: int) -> tuple[Rejected, ...]:
+        """Every candidate that was not chosen for ``tokens``, with its reason."""
+        bucket = bucket_for([found.bucket for found in self.outcomes], max(tokens, 1))
+        return next(found.rejected for found in self.outcomes if found.bucket == bucket)

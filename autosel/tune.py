@@ -1,0 +1,237 @@
+"""The straight line: weights, supports, pack, verify, time, store, decide.
+
+No backend is known by name here. Whatever happens to a candidate becomes a
+:class:`~autosel.core.Measurement` with a status and a reason; nothing is timed that did not
+verify; what is measured is stored as soon as its token count is done, so that an interrupted
+sweep goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from itertools import islice
+
+from autosel import registry
+from autosel.buckets import buckets
+from autosel.ceilings import measure_ceilings
+from autosel.core import Candidate, Decision, Device, Measurement, Params, Status, TokenBucket
+from autosel.decide import NothingUsable, decide
+from autosel.device import detect
+from autosel.failures import CAUGHT, failed
+from autosel.interfaces import Backend, Space
+from autosel.sources import WeightSource
+from autosel.store import Store
+from autosel.timing import Timer, timer_for
+from autosel.trial import Bench
+from autosel.tune_types import Observer, SweepResult, SweepSettings
+
+#: Parameter settings of one backend that are timed in full. A larger space is searched first.
+FINALISTS = 8
+
+#: Stored outcomes that another attempt may change: memory and machines get freer.
+TRIED_AGAIN = ("failed", "oom", "timeout", "crashed")
+
+
+def sweep(
+    source: WeightSource,
+    settings: SweepSettings | None = None,
+    *,
+    device: Device | None = None,
+    store: Store | None = None,
+    observer: Observer | None = None,
+    timer: Timer | None = None,
+) -> SweepResult:
+    """Tune one MoE layer on one device and return what was measured and decided.
+
+    ``device`` defaults to the best one here; ``store``, when given, is read to resume and gets
+    every measurement and decision. A KeyboardInterrupt passes through and leaves what is stored.
+    Raises AutoselError for an unknown backend or routing kind, or weights that cannot be read.
+    """
+    settings = settings or SweepSettings()
+    device = device or detect()
+    return _Sweep(source, settings, device, store, observer or Observer(), timer).run()
+
+
+class _Sweep:
+    def __init__(
+        self,
+        source: WeightSource,
+        settings: SweepSettings,
+        device: Device,
+        store: Store | None,
+        observer: Observer,
+        timer: Timer | None,
+    ) -> None:
+        self.source, self.settings, self.device = source, settings, device
+        self.store, self.observer = store, observer
+        self.problem = source.problem
+        self.tokens = settings.tokens(device)
+        self.buckets = buckets(self.tokens)
+        self.backends = _chosen(settings.backends)
+        # A clock of the caller's own says nothing about this machine's rates.
+        self.rates = measure_ceilings if timer is None else None
+        self.timer = timer or timer_for(device, settings.timing)
+        self.bench = Bench(source, settings, device, self.tokens, self.timer, observer)
+        self.sweep_id: int | None = None
+        self.defaults: set[Candidate] = set()
+
+    def run(self) -> SweepResult:
+        """Everything, token count by token count."""
+        self.observer.started(self.problem, self.device, self.tokens, len(self.backends))
+        # A machine that is only pretended has no rates to measure.
+        ceilings = (
+            None if self.given_timer else measure_ceilings(self.device, self.problem.act_dtype)
+        )
+        if self.store:
+            self.sweep_id = self.store.begin_sweep(
+                self.device,
+                asdict(self.settings),
+                label=self.source.label,
+                ceilings=asdict(ceilings) if ceilings else None,
+            )
+        measurements: list[Measurement] = []
+        outcomes: list[Decision | NothingUsable] = []
+        try:
+            for bucket in self.buckets:
+                found = self._measure(bucket.measured)
+                measurements += found
+                outcomes.append(self._decide(bucket, found))
+        finally:
+            self.bench.close()
+        if self.store and self.sweep_id is not None:
+            self.store.finish_sweep(self.sweep_id)
+        return SweepResult(
+            problem=self.problem,
+            device=self.device,
+            label=self.source.label,
+            routing=self.settings.routing,
+            measurements=tuple(measurements),
+            outcomes=tuple(outcomes),
+            ceilings=ceilings,
+        )
+
+    def _measure(self, num_tokens: int) -> list[Measurement]:
+        """Every candidate at one token count: stored ones as they are, the others now."""
+        stored = self._stored(num_tokens)
+        rows = [
+            row
+            for backend in self.backends
+            for row in self._candidates(backend, num_tokens, stored)
+        ]
+        ready = [row for row in rows if row.status == "ok" and not row.times_us]
+        timed = self.bench.time(ready, self.settings.timing, num_tokens) if ready else []
+        final = {row.candidate: row for row in (*rows, *timed)}
+        fresh = [row for row in final.values() if stored.get(row.candidate) is not row]
+        if self.store:
+            self.store.add_measurements(fresh, self.sweep_id)
+        for row in final.values():
+            self.observer.measured(row, stored.get(row.candidate) is row)
+        return list(final.values())
+
+    def _candidates(
+        self, backend: Backend, num_tokens: int, stored: Mapping[Candidate, Measurement]
+    ) -> list[Measurement]:
+        """One backend's candidates: refused, failed, taken from the store, or ready for timing."""
+        try:
+            support = backend.supports(self.problem, self.device)
+            if support:
+                space = backend.space(self.problem, num_tokens, self.device)
+                return self._explore(backend, space, num_tokens, stored)
+            outcome: tuple[Status, str] = ("unsupported", str(support))
+        except CAUGHT as error:
+            outcome = failed(error, f"{backend.name} supports")
+        row = self.bench.row(Candidate.of(backend.name), num_tokens, *outcome)
+        known = stored.get(row.candidate)
+        return [known if known and known.reason == row.reason else row]
+
+    def _explore(
+        self,
+        backend: Backend,
+        space: Space,
+        num_tokens: int,
+        stored: Mapping[Candidate, Measurement],
+    ) -> list[Measurement]:
+        """A small space whole; of a large one the default and the best that a search finds."""
+        illegal = space.constraint(space.default)
+        rows = []
+        if illegal is None:
+            self.defaults.add(self.bench.candidate(backend, space.default))
+        else:
+            default = Candidate.of(backend.name, space.default)
+            rows.append(self.bench.row(default, num_tokens, "unsupported", str(illegal)))
+        points = list(islice(space, min(FINALISTS + 1, self.settings.budget)))
+        if len(points) <= FINALISTS:
+            return rows + [self._attempt(backend, p, num_tokens, stored) for p in points]
+        # A token count is stored as a whole, so that any row of a searched backend means done.
+        known = [row for row in stored.values() if row.candidate.backend == backend.name]
+        return known or rows + self._search(backend, space, num_tokens)
+
+    def _search(self, backend: Backend, space: Space, num_tokens: int) -> list[Measurement]:
+        """The default, the fastest few by a short timing, and every one that failed, with why."""
+        quick = replace(self.settings.timing, rounds=1, samples_per_round=3)
+        tried: dict[Candidate, tuple[float, Measurement]] = {}
+
+        def evaluate(params: Params) -> float:
+            row = self._attempt(backend, params, num_tokens, {})
+            short = self.bench.time([row], quick, num_tokens)[0] if row.status == "ok" else row
+            score = min(short.times_us, default=math.inf)
+            tried[row.candidate] = (score, row if short.times_us else short)
+            return score
+
+        for params in islice(space, self.settings.budget):
+            evaluate(params)
+        ranked = sorted(tried.values(), key=lambda pair: pair[0])
+        best = [row for score, row in ranked if score < math.inf][:FINALISTS]
+        kept = [row for _, row in ranked if row.status != "ok" or row.candidate in self.defaults]
+        return list({row.candidate: row for row in best + kept}.values())
+
+    def _attempt(
+        self,
+        backend: Backend,
+        params: Params,
+        num_tokens: int,
+        stored: Mapping[Candidate, Measurement],
+    ) -> Measurement:
+        try:
+            candidate = self.bench.candidate(backend, params)
+        except CAUGHT as error:
+            outcome = failed(error, f"{backend.name} layout")
+            return self.bench.row(Candidate.of(backend.name, params), num_tokens, *outcome)
+        known = stored.get(candidate)
+        if known and known.status not in TRIED_AGAIN:
+            return known
+        self.bench.load()
+        return self.bench.attempt(candidate, num_tokens)
+
+    def _stored(self, num_tokens: int) -> dict[Candidate, Measurement]:
+        """What the store has of this layer, machine, routing and way of timing."""
+        if not self.store or not self.settings.resume or not self.device.name.strip():
+            return {}
+        rows = self.store.measurements(
+            self.problem,
+            self.device,
+            self.settings.routing,
+            num_tokens=num_tokens,
+            timing=tuple(self.timer.facts.items()),
+        )
+        return {row.candidate: row for row in rows}
+
+    def _decide(self, bucket: TokenBucket, rows: list[Measurement]) -> Decision | NothingUsable:
+        outcome = decide(
+            rows, bucket=bucket, defaults=self.defaults, allow_a8=self.settings.allow_a8
+        )
+        if isinstance(outcome, Decision):
+            if self.store:
+                timing = tuple(self.timer.facts.items())
+                self.store.add_decision(outcome, self.device, timing, self.sweep_id)
+            self.observer.decided(outcome)
+        return outcome
+
+
+def _chosen(names: tuple[str, ...]) -> tuple[Backend, ...]:
+    """The named backends, or all; AutoselError, with close names, for one that there is not."""
+    if not names:
+        return registry.all_backends()
+    return tuple({backend.name: backend for backend in map(registry.get, names)}.values())
