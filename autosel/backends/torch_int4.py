@@ -15,10 +15,7 @@ from autosel.layouts.aten_int4 import GROUP_SIZES, OUTPUTS_MULTIPLE, AtenInt4
 
 
 class TorchInt4(Backend):
-    """``aten::_weight_int4pack_mm_for_cpu``. Tunable: the dtype it computes in.
-
-    Asymmetric weights are exact in float32 only, see :mod:`autosel.layouts.aten_int4`.
-    """
+    """``aten::_weight_int4pack_mm_for_cpu``. Tunable: the dtype it computes in."""
 
     name: ClassVar[str] = "torch_int4"
     summary: ClassVar[str] = "PyTorch's packed int4 CPU matmul for each expert"
@@ -84,7 +81,5 @@ class TorchInt4(Backend):
 
 
 def _dtypes(problem: Problem) -> tuple[str, ...]:
-    """Compute dtypes that express the weights, the act dtype first."""
-    if not (problem.w13.symmetric and problem.w2.symmetric):
-        return ("float32",)
+    """Compute dtypes, the act dtype first."""
     return tuple(dict.fromkeys((problem.act_dtype, "float32")))

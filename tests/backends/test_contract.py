@@ -114,8 +114,8 @@ def extremes(experts: CanonicalExperts) -> CanonicalExperts:
         tensors["scales"][0, 0, 0] = 0
         if weight.zero_points is not None:
             zeros = weight.zero_points.clone()
-            zeros[0, :, 0] = 0
-            zeros[-1, ::2, -1] = (1 << weight.scheme.num_bits) - 1
+            zeros[0, 1:4, 0] = 0
+            zeros[-1, 2:5, -1] = (1 << weight.scheme.num_bits) - 1
             tensors["zero_points"] = zeros
         return replace(weight, **tensors)
 
