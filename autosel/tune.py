@@ -80,10 +80,7 @@ class _Sweep:
     def run(self) -> SweepResult:
         """Everything, token count by token count."""
         self.observer.started(self.problem, self.device, self.tokens, len(self.backends))
-        # A machine that is only pretended has no rates to measure.
-        ceilings = (
-            None if self.given_timer else measure_ceilings(self.device, self.problem.act_dtype)
-        )
+        ceilings = self.rates(self.device, self.problem.act_dtype) if self.rates else None
         if self.store:
             self.sweep_id = self.store.begin_sweep(
                 self.device,
