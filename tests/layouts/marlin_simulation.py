@@ -7,12 +7,13 @@ reshapes of the code under test, so that the two can only agree by both being ri
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 import numpy as np
 import torch
 
 
-def _bits(word: int, num_bits: int, i: int) -> int:
+def _bits(word: np.ndarray, num_bits: int, i: int) -> np.ndarray:
     return (word >> (num_bits * i)) & ((1 << num_bits) - 1)
 
 
@@ -24,13 +25,18 @@ def read_codes(words: torch.Tensor, num_bits: int, act_bits: int = 16) -> np.nda
     flat = words.flatten().numpy().astype(np.int64) & 0xFFFFFFFF
     kt, nt = (axis.flatten() for axis in np.indices((size_k // tile_k, size_n // tile_n)))
     base = (kt * (size_n // tile_n) + nt) * tile_words
+    address, i, k, n = _table(num_bits, act_bits)
+    values = (flat[base[:, None] + address] >> (num_bits * i)) & ((1 << num_bits) - 1)
     out = np.full((size_n, size_k), -1)
-    for thread in range(32):
-        for address, i, k, n in _places(thread, num_bits, act_bits):
-            values = (flat[base + address] >> (num_bits * i)) & ((1 << num_bits) - 1)
-            out[tile_n * nt + n, tile_k * kt + k] = values
+    out[tile_n * nt[:, None] + n, tile_k * kt[:, None] + k] = values
     assert out.min() >= 0  # every place was visited
     return out
+
+
+@cache
+def _table(num_bits: int, act_bits: int) -> tuple[np.ndarray, ...]:
+    places = [place for t in range(32) for place in _places(t, num_bits, act_bits)]
+    return tuple(np.array(column) for column in zip(*places, strict=True))
 
 
 def _places(t: int, num_bits: int, act_bits: int) -> Iterator[tuple[int, int, int, int]]:
@@ -93,19 +99,18 @@ def read_zeros(words: torch.Tensor, num_bits: int) -> np.ndarray:
     size_n = count * 32 // num_bits
     values = words.numpy().astype(np.int64) & 0xFFFFFFFF
     out = np.full((groups, size_n), -1)
-    for g in range(groups):
-        for b in range(size_n // 64):
-            for i in range(8):
-                if num_bits == 4:
-                    word = int(values[g, 8 * b + i])
-                    for t in range(8):
-                        out[g, 64 * b + i + 8 * [0, 2, 4, 6, 1, 3, 5, 7][t]] = _bits(word, 4, t)
-                else:
-                    for h in range(2):
-                        word = int(values[g, 16 * b + 2 * i + h])
-                        for t in range(4):
-                            n = 64 * b + i + 8 * (4 * h + [0, 2, 1, 3][t])
-                            out[g, n] = _bits(word, 8, t)
+    for b in range(size_n // 64):
+        for i in range(8):
+            if num_bits == 4:
+                word = values[:, 8 * b + i]
+                for t in range(8):
+                    out[:, 64 * b + i + 8 * [0, 2, 4, 6, 1, 3, 5, 7][t]] = _bits(word, 4, t)
+            else:
+                for h in range(2):
+                    word = values[:, 16 * b + 2 * i + h]
+                    for t in range(4):
+                        n = 64 * b + i + 8 * (4 * h + [0, 2, 1, 3][t])
+                        out[:, n] = _bits(word, 8, t)
     assert out.min() >= 0
     return out
 

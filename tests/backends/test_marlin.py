@@ -1,0 +1,331 @@
+"""Marlin's adapter against an operator that reads the packed words as the kernel does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from autosel import dispatch, reference
+from autosel.backends import _vllm_ops, marlin
+from autosel.backends.batched_marlin import BatchedMarlin
+from autosel.backends.marlin import BLOCK_SIZES, Marlin, default_block_size, scalar_type_id
+from autosel.core import ACTIVATIONS, Activation, Device, Problem, Routing
+from autosel.errors import UnsupportedError
+from autosel.interfaces import Backend
+from tests.backends import stub_ops
+from tests.layouts import make
+from tests.layouts.test_marlin_layout import CASES
+
+BACKENDS = {"marlin": Marlin(), "batched_marlin": BatchedMarlin()}
+H200 = Device("cuda", "H200", (9, 0), 132, 150 << 30, 50 << 20, 232448)
+LIMITS = {"bfloat16": 1.2e-2, "float16": 2e-3}
+
+
+@pytest.fixture(autouse=True)
+def _no_real_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    if _vllm_ops._taken("_moe_C"):
+        pytest.skip("a library with namespace _moe_C is loaded: the stand-ins cannot be")
+    monkeypatch.delenv(_vllm_ops.LIBRARY_VARIABLE, raising=False)
+    monkeypatch.setattr(_vllm_ops, "DISTRIBUTIONS", ())
+    monkeypatch.setattr(_vllm_ops, "_tried", set())
+    monkeypatch.setattr(_vllm_ops, "_errors", {})
+
+
+def routing(problem: Problem, tokens: int, seed: int = 0) -> Routing:
+    rng = torch.Generator().manual_seed(seed)
+    scores = torch.rand(tokens, problem.num_experts, generator=rng)
+    ids = scores.topk(problem.top_k, 1).indices.to(torch.int32)
+    return Routing(ids, torch.rand(ids.shape, generator=rng) + 0.1)
+
+
+def inputs(problem: Problem, tokens: int) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(9)
+    x = torch.randn(tokens, problem.hidden_size, generator=rng)
+    return x.to(getattr(torch, problem.act_dtype))
+
+
+def check(backend: Backend, problem: Problem, tokens: int = 5, **params: object) -> None:
+    experts = make.experts(problem)
+    x, routed = inputs(problem, tokens), routing(problem, tokens)
+    packed = backend.layout(problem, {}).pack(experts)
+    out = torch.full_like(x, float("nan"))
+    dispatch.apply(backend, packed, x, routed, params, out=out)
+    expected = reference.moe(x, experts, routed)
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < LIMITS[problem.act_dtype], float(error)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_against_the_emulation(name: str, case: str) -> None:
+    with stub_ops.marlin():
+        check(BACKENDS[name], CASES[case])
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_in_halves_and_padded(name: str, activation: str) -> None:
+    extra = {"swigluoai_uninterleave": {"limit": 2.0, "alpha": 1.5, "beta": 0.5},
+             "situ": {"beta": 1.5, "linear_beta": 2.0}}.get(activation, {})  # fmt: skip
+    problem = make.problem(128, 96, activation=Activation(activation, **extra))
+    with stub_ops.marlin():
+        check(BACKENDS[name], problem)
+
+
+@pytest.mark.parametrize("schema", [stub_ops.MARLIN_NEW, stub_ops.MARLIN_OLD])
+@pytest.mark.parametrize("align", [True, False])
+def test_old_and_new_operators(schema: str, align: bool) -> None:
+    with stub_ops.marlin(schema, align) as calls:
+        check(BACKENDS["marlin"], CASES["padded"])
+    assert sum(call.get("op") == "align" for call in calls) == align
+
+
+def test_arguments_of_both_gemms() -> None:
+    """The table of the operator's arguments, for a padded layer with everything."""
+    problem = make.problem(256, 96, symmetric=False, bias=True)
+    with stub_ops.marlin() as calls:
+        check(BACKENDS["marlin"], problem, 6, moe_block_size=16, tile13="64x128", tile2="128x64")
+    align, first, second = calls
+    assert align == {"op": "align", "num_experts": 3, "block_size": 16}
+    common = {"moe_block_size": 16, "b_type_id": 1125899906843648, "use_atomic_add": False,
+              "use_fp32_reduce": True, "is_zp_float": False, "blocks_per_sm": -1}  # fmt: skip
+    table = {
+        "size_m": (6, 12), "size_n": (2 * 128, 256), "size_k": (256, 128), "top_k": (2, 1),
+        "mul_topk_weights": (False, True), "thread_k": (64, 128), "thread_n": (128, 64),
+    }  # fmt: skip
+    for i, call in enumerate((first, second)):
+        assert {key: call[key] for key in common} == common
+        assert {key: call[key] for key in table} == {key: v[i] for key, v in table.items()}
+        assert call["b_zeros_or_none"] is not None
+        assert call["b_bias_or_none"] is not None
+        assert tuple(call["topk_weights"].shape) == (6, 2)
+
+
+def test_router_weight_on_input_is_applied_once() -> None:
+    problem = make.problem(128, 64, top_k=1, on_input=True)
+    with stub_ops.marlin() as calls:
+        check(BACKENDS["marlin"], problem)
+    assert [c["mul_topk_weights"] for c in calls if "a" in c] == [True, False]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("experts", [1, 60, 160])
+def test_expert_counts(name: str, experts: int) -> None:
+    problem = make.problem(128, 64, experts=experts, top_k=1)
+    with stub_ops.marlin():
+        check(BACKENDS[name], problem, 7)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("align", [True, False])
+def test_slots_served_elsewhere(name: str, align: bool) -> None:
+    problem = make.problem(128, 64, experts=8, local=4)
+    experts = make.experts(problem)
+    x = inputs(problem, 5)
+    ids = torch.tensor([[0, 5], [6, 7], [3, 3], [-5, 2**31 - 1], [2, 1]], dtype=torch.int32)
+    routed = Routing(ids, torch.ones(ids.shape))
+    expert_map = torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)
+    packed = BACKENDS[name].layout(problem, {}).pack(experts)
+    out = torch.full_like(x, float("nan"))
+    with stub_ops.marlin(align=align):
+        dispatch.apply(BACKENDS[name], packed, x, routed, {}, expert_map=expert_map, out=out)
+    expected = reference.moe(x, experts, routed, expert_map=expert_map)
+    assert (out.double() - expected).norm() / expected.norm() < LIMITS["bfloat16"]
+    assert not out[1].any()
+    assert not out[3].any()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_all_slots_served_elsewhere(name: str) -> None:
+    problem = make.problem(128, 64, experts=8, local=4)
+    packed = BACKENDS[name].layout(problem, {}).pack(make.experts(problem))
+    x = inputs(problem, 3)
+    out = torch.full_like(x, float("nan"))
+    routed = Routing(torch.full((3, 2), -1, dtype=torch.int32), torch.ones(3, 2))
+    with stub_ops.marlin():
+        BACKENDS[name].run(packed, x, routed, {}, out)
+    assert not out.any()
+
+
+def test_planted_fault_is_seen() -> None:
+    """The comparison above notices the scale permutation chosen from the wrong width."""
+    problem = CASES["I < g"]
+    experts = make.experts(problem)
+    packed = BACKENDS["marlin"].layout(problem, {}).pack(experts)
+    scales = packed.tensors["w13_scales"]
+    from autosel.layouts import _marlin_tiles as tiles
+
+    scales.copy_(tiles.permute_single(tiles.permute_grouped(scales)))
+    x, routed = inputs(problem, 5), routing(problem, 5)
+    with stub_ops.marlin():
+        out = dispatch.apply(BACKENDS["marlin"], packed, x, routed, {})
+    expected = reference.moe(x, experts, routed)
+    assert (out.double() - expected).norm() / expected.norm() > 0.1
+
+
+def test_a_failure_renews_the_workspace() -> None:
+    problem = make.problem(128, 64)
+    packed = BACKENDS["marlin"].layout(problem, {}).pack(make.experts(problem))
+    x, routed = inputs(problem, 3), routing(problem, 3)
+    names = ("_moe_C", stub_ops.MARLIN_NEW)
+
+    def fails_half_way(*args: object) -> torch.Tensor:
+        args[8].fill_(7)  # type: ignore[attr-defined]  # the locks stay taken
+        raise RuntimeError("illegal memory access")
+
+    with (
+        stub_ops.registered(names[0], moe_wna16_marlin_gemm=(names[1], fails_half_way)),
+        pytest.raises(RuntimeError, match="illegal memory access"),
+    ):
+        BACKENDS["marlin"].run(packed, x, routed, {}, torch.empty_like(x))
+    with stub_ops.marlin():  # the stand-in refuses a workspace that is not zero
+        check(BACKENDS["marlin"], problem)
+
+
+def test_streams_do_not_share_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    spaces = marlin.Workspaces(4)
+    device = torch.device("cpu")
+    monkeypatch.setattr(spaces, "_key", lambda d: (d, 1))
+    first = spaces.get(device)
+    assert spaces.get(device) is first
+    monkeypatch.setattr(spaces, "_key", lambda d: (d, 2))
+    assert spaces.get(device) is not first
+
+
+def test_unknown_arguments_are_refused_before_the_call() -> None:
+    schema = stub_ops.MARLIN_NEW.replace("int blocks_per_sm", "int blocks_per_sm, Tensor mystery")
+    with stub_ops.marlin(schema) as calls, pytest.raises(UnsupportedError, match="mystery unknown"):
+        check(BACKENDS["marlin"], CASES["plain"])
+    assert all("a" not in call for call in calls)
+
+
+def test_a_tile_that_the_operator_cannot_take_is_refused() -> None:
+    with (
+        stub_ops.marlin(stub_ops.MARLIN_OLD),
+        pytest.raises(UnsupportedError, match="thread_k, thread_n missing"),
+    ):
+        check(BACKENDS["marlin"], CASES["plain"], tile13="64x128")
+
+
+@pytest.mark.parametrize(
+    ("bits", "bias", "expected"),
+    [
+        (4, 0, 1125899906843648),
+        (8, 0, 1125899906844672),
+        (4, 8, 1125899907892224),
+        (8, 128, 1125899923621888),
+    ],
+)
+def test_type_ids(bits: int, bias: int, expected: int) -> None:
+    assert scalar_type_id(bits, bias) == expected
+
+
+# ------------------------------------------------------------------------------ space and rules
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(1, 8), (100, 8), (116, 16), (256, 32), (512, 48), (8192, 64)]
+)
+def test_default_block_size(tokens: int, expected: int) -> None:
+    problem = make.problem(experts=128, top_k=8)
+    assert default_block_size(problem, tokens) == expected
+    share = make.problem(experts=128, local=16, top_k=8)
+    assert default_block_size(share, tokens) == expected  # the same load for each expert
+
+
+def test_space_offers_only_tiles_that_fit() -> None:
+    problem = make.problem(256, 64)  # w13: 256 -> 128, w2: 64 -> 256
+    space = BACKENDS["marlin"].space(problem, 4, H200)
+    points = list(space)
+    assert points[0] == dict(space.default)
+    assert {p["moe_block_size"] for p in points} == set(BLOCK_SIZES)
+    for point in points:
+        small = point["moe_block_size"] <= 16
+        assert point["tile13"] in {"auto", "64x128", "128x64"} | ({"128x128"} if small else set())
+        assert point["tile2"] in {"auto", "64x128"} | (set() if small else {"64x256"})
+    reason = space.constraint({"moe_block_size": 64, "tile13": "128x128", "tile2": "auto"})
+    assert str(reason) == (
+        "tile13 with moe_block_size 64: found 128x128, required 64x256, 64x128, 128x64"
+    )
+
+
+def reasons(problem: Problem, device: Device = H200, name: str = "marlin") -> str:
+    with stub_ops.marlin():
+        return str(BACKENDS[name].supports(problem, device))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_supported_layers(name: str) -> None:
+    for problem in CASES.values():
+        assert reasons(problem, name=name) == "supported"
+    # one group of all inputs is per channel, whatever its length is called
+    assert reasons(make.problem(256, 100, group=256), name=name) == "supported"
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (make.problem(bits=8, symmetric=False), "w13 zero points: found asymmetric 8 bit"),
+        (make.problem(group=16), "w13 group_size: found 16, required one of 32, 64, 128"),
+        (make.problem(160, 96), "hidden_size: found 160, required a multiple of 128"),
+        (make.problem(act_order="w13"), "w13 act-order: found g_idx with several groups"),
+        (make.problem(experts=1000), "experts on this rank: found 1000, required at most 991"),
+        (make.problem(act_dtype="float32"), "activations' dtype: found float32"),
+        (
+            make.problem(top_k=1, on_input=True, bias=True),
+            "router weight on input: found with expert bias, required without",
+        ),
+        (
+            make.problem(activation=Activation("gelu", limit=7.0)),
+            "activation gelu: found geluL7, required constants that it has",
+        ),
+    ],
+)
+def test_refusals(problem: Problem, expected: str) -> None:
+    assert expected in reasons(problem)
+
+
+def test_all_reasons_are_given() -> None:
+    problem = make.problem(160, 96, bits=8, symmetric=False, group=16)
+    text = reasons(problem, replace(H200, capability=(7, 0)))
+    for part in ("compute capability", "zero points", "group_size", "hidden_size"):
+        assert part in text
+
+
+def test_capabilities() -> None:
+    half = make.problem(act_dtype="float16", scale_dtype="float16")
+    assert reasons(half, replace(H200, capability=(7, 5))) == "supported"
+    assert "compute capability: found 7.0, required 7.5 or newer" in reasons(
+        half, replace(H200, capability=(7, 0))
+    )
+    assert "below compute capability 8.0: found bfloat16, required float16" in reasons(
+        make.problem(), replace(H200, capability=(7, 5))
+    )
+    assert "compute capability: found not reported, required 7.5 or newer" in reasons(
+        half, replace(H200, capability=None)
+    )
+
+
+def test_batched_refuses_the_router_weight_on_input() -> None:
+    problem = make.problem(top_k=1, on_input=True)
+    assert "router weight: found on input" in reasons(problem, name="batched_marlin")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_on_a_cpu_it_says_why(name: str) -> None:
+    support = BACKENDS[name].supports(make.problem(), Device("cpu", "EPYC"))
+    assert str(support) == (
+        "device: found cpu, required cuda; "
+        "operator _moe_C::moe_wna16_marlin_gemm: found package vllm not installed, required "
+        "pip install vllm, or AUTOSEL_VLLM_MOE_LIB=PATH/_moe_C_stable_libtorch.abi3.so"
+    )
+
+
+def test_a_library_that_does_not_load_is_a_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: object
+) -> None:
+    path = f"{tmp_path}/moe.so"
+    monkeypatch.setenv(_vllm_ops.LIBRARY_VARIABLE, path)
+    text = str(BACKENDS["marlin"].available(H200))
+    assert f"found {path}: " in text
+    assert "\n" not in text
