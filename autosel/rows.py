@@ -50,12 +50,16 @@ class Sweep:
 
 @dataclass(frozen=True, slots=True)
 class StoredDecision:
-    """A decision with what it was decided for: device, versions and timing mode."""
+    """A decision with what it was decided for: device, versions and timing mode.
+
+    ``withdrawn``: a newer measurement says that the winner failed inside the bucket.
+    """
 
     decision: Decision
     device: Device
     mode: Mapping[str, Any]
     created: str
+    withdrawn: bool = False
 
 
 def now() -> str:
@@ -171,7 +175,8 @@ def decision(row: Row) -> StoredDecision:
         accuracy=row["accuracy"],
     )
     device = records.device_from_texts(row["device_spec"], row["versions_spec"])
-    return StoredDecision(decided, device, json.loads(row["mode"]), row["created"])
+    mode = json.loads(row["mode"])
+    return StoredDecision(decided, device, mode, row["created"], bool(row["withdrawn"]))
 
 
 def entry(row: Row) -> Entry:

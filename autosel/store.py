@@ -208,8 +208,9 @@ class Store:
     ) -> list[Decision]:
         """Decisions for each layer, device, routing and timing mode, sorted by their buckets.
 
-        Where buckets overlap the newer decision counts; ``history`` gives all as stored. Decisions
-        for several devices look alike, so name the device to act on one.
+        Where buckets overlap the newer decision counts. One whose winner has since failed inside
+        its bucket is withdrawn: storing that failure is how a winner is given up. ``history`` gives
+        all as stored. Decisions for several devices look alike, so name the device to act on one.
         """
         found = self.stored_decisions(
             problem, device, routing, timing=timing, sweep_id=sweep_id, history=history
@@ -313,7 +314,14 @@ class Store:
         where = rows.identity(problem, device, routing) | {"x.sweep_id": sweep_id}
         sql = (
             f"SELECT x.*, {rows.NAMES}, w.backend, w.params, w.layout, r.backend AS r_backend,"
-            f" r.params AS r_params, r.layout AS r_layout FROM decisions AS x {rows.JOINS}"
+            " r.params AS r_params, r.layout AS r_layout, EXISTS (SELECT 1"
+            "  FROM latest_measurements AS m WHERE m.problem_id = x.problem_id"
+            "  AND m.device_id = x.device_id AND m.versions_id = x.versions_id"
+            "  AND m.routing = x.routing AND m.candidate_id = x.winner_id"
+            "  AND (m.mode = x.mode OR m.mode = '{}' OR x.mode = '{}')"
+            "  AND m.num_tokens BETWEEN x.bucket_low AND coalesce(x.bucket_high, m.num_tokens)"
+            "  AND m.status <> 'ok' AND m.created > x.created) AS withdrawn"
+            f" FROM decisions AS x {rows.JOINS}"
             " JOIN candidates AS w ON w.id = x.winner_id"
             " LEFT JOIN candidates AS r ON r.id = x.runner_up_id"
         )
@@ -326,6 +334,7 @@ class Store:
         ]
         if history:
             return found
+        found = [stored for stored in found if not stored.withdrawn]
         groups: dict[object, list[StoredDecision]] = defaultdict(list)
         for s in found:
             key = (s.decision.problem, s.device, s.decision.routing, records.to_json(s.mode))

@@ -394,6 +394,22 @@ def test_newer_decisions_replace_the_tokens_they_cover(store):
     assert len(store.decisions(history=True)) == 2
 
 
+def test_a_winner_that_failed_since_is_given_up_and_the_next_decision_counts(store):
+    old = decided(9, 32, "steady")
+    for d in (old, decided(9, 32, "fast", winner=FAST)):
+        store.add_decision(d, DEVICE, COLD)
+    store.add_measurement(failed("crashed", candidate=FAST, num_tokens=33))  # another bucket
+    store.add_measurement(failed("crashed", candidate=FAST, routing="zipf"))
+    store.add_measurement(failed("crashed", candidate=FAST, device=replace(DEVICE, driver="0")))
+    assert store.decision(PROBLEM, DEVICE, 16, "uniform").winner == FAST
+    store.add_measurement(failed("crashed", candidate=FAST, num_tokens=20))
+    assert store.decision(PROBLEM, DEVICE, 16, "uniform") == old
+    assert [s.withdrawn for s in store.stored_decisions(history=True)] == [False, True]
+    # A decision made after the failure stands.
+    store.add_decision(decided(9, 32, "fast", winner=FAST), DEVICE, COLD)
+    assert store.decision(PROBLEM, DEVICE, 16, "uniform").winner == FAST
+
+
 def test_stored_rows_cannot_be_changed(store):
     store.add_measurement(measured())
     store.add_decision(decided(), DEVICE)
