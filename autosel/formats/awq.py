@@ -98,8 +98,8 @@ class AWQ(Format):
         words = -(-num_outputs // 8)
         return {
             "qweight": Stored(((("I32",), (num_inputs, words)),)),
-            "qzeros": Stored(((("I32",), (groups, words)),), required=not quant.symmetric),
             "scales": Stored(((FLOATS, (groups, num_outputs)),)),
+            "qzeros": Stored(((("I32",), (groups, words)),), required=not quant.symmetric),
             "bias": Stored(((FLOATS, (num_outputs,)),), required=False),
         }
 

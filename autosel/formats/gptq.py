@@ -164,6 +164,7 @@ class GPTQ(Format):
         words = -(-num_outputs // factor)
         return {
             "qweight": Stored(((("I32",), (-(-num_inputs // factor), num_outputs)),)),
+            "scales": Stored(((FLOATS, (groups, num_outputs)),)),
             # Some writers keep zero points unpacked, as they are. Dtype and shape tell.
             "qzeros": Stored(
                 (
@@ -172,7 +173,6 @@ class GPTQ(Format):
                 ),
                 required=not quant.symmetric,
             ),
-            "scales": Stored(((FLOATS, (groups, num_outputs)),)),
             "g_idx": Stored(
                 ((("I32", "I64"), (num_inputs,)),), required=quant.act_order and groups > 1
             ),
