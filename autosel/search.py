@@ -1,0 +1,298 @@
+"""Which points of a backend's parameter space to try: all of a small one, a sample of a large one.
+
+A point that the space's constraint refuses is never tried; its reason is kept. The default comes
+first, so that a budget of one still measures what the backend would do by itself, then known-good
+points, then either every other legal point in the space's own order or, when they are more than
+the budget, the proposals of Optuna's tree-structured Parzen estimator (Bergstra et al., "Algorithms
+for Hyper-Parameter Optimization", 2011). The same space, seed and outcomes give the same points.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from autosel.core import Params, Reason, Scalar
+from autosel.errors import AutoselError, field_error
+from autosel.interfaces import Space
+from autosel.records import to_json
+
+Point = dict[str, Scalar]
+
+#: Spaces with more combinations than this are not listed to see how many of them are legal.
+LISTED = 100_000
+#: Proposals in a row without a new legal point, after which one is drawn at random.
+PATIENCE = 20
+#: Random points before the estimator has enough to go by.
+STARTUP = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """An evaluated point; ``value`` is None when it failed."""
+
+    params: Point
+    value: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A point that was not evaluated, and why."""
+
+    params: Point
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a search evaluated, in order, and what it left out (the illegal points it met)."""
+
+    tried: tuple[Tried, ...]
+    skipped: tuple[Skipped, ...]
+
+    @property
+    def best(self) -> Tried | None:
+        """The lowest value, the earlier one among equals; None when every point failed."""
+        good = [t for t in self.tried if t.value is not None]
+        return min(good, key=lambda t: t.value or 0.0) if good else None
+
+
+def propose(
+    space: Space,
+    budget: int,
+    evaluate: Callable[[Point], float | None],
+    seed: int = 0,
+    seeds: Sequence[Params] = (),
+) -> Found:
+    """Evaluate at most ``budget`` legal points of ``space``, each once.
+
+    evaluate  gives what to minimise (microseconds), or None, NaN or infinity when the point
+              failed; what it raises passes through
+    seeds     points to try right after the default, such as a neighbour's best; parameters they
+              leave out are the default's
+    """
+    search = Search(space, budget, seed, seeds)
+    while (params := search.ask()) is not None:
+        search.tell(evaluate(params))
+    return search.found
+
+
+class Search:
+    """The same step by step: :meth:`ask` for a point, :meth:`tell` what it gave, until None."""
+
+    def __init__(
+        self, space: Space, budget: int, seed: int = 0, seeds: Sequence[Params] = ()
+    ) -> None:
+        if budget < 1:
+            raise AutoselError(field_error("search", "budget", budget, "at least 1"))
+        self._tried: list[Tried] = []
+        self._skipped: dict[str, Skipped] = {}
+        self._walk = self._points(space, budget, seed, seeds)
+        self._next = next(self._walk, None)
+        self._asked = False
+
+    def ask(self) -> Point | None:
+        """The next point to evaluate, or None at the end; the same one until it is told."""
+        self._asked = self._next is not None
+        return dict(self._next) if self._next is not None else None
+
+    def tell(self, value: float | None) -> None:
+        """What the point asked for gave; None, NaN or infinity when it failed."""
+        if not self._asked or self._next is None:
+            raise AutoselError(field_error("search", "tell", "no open point", "ask() before"))
+        value = None if value is None or not math.isfinite(value) else float(value)
+        self._tried.append(Tried(self._next, value))
+        self._asked = False
+        try:
+            self._next = self._walk.send(value)
+        except StopIteration:
+            self._next = None
+
+    @property
+    def found(self) -> Found:
+        return Found(tuple(self._tried), tuple(self._skipped.values()))
+
+    def _points(
+        self, space: Space, budget: int, seed: int, seeds: Sequence[Params]
+    ) -> Generator[Point, float | None, None]:
+        """Yields points and is sent their values; stops at the budget."""
+        first = dict(space.default)
+        wishes = [first, *(self._completed(space, point) for point in seeds)]
+        early = self._legal(space, (point for point in wishes if point is not None))
+        listed = self._listed(space)
+        if listed is not None:
+            points = {to_json(point): point for point in (*early, *listed)}
+            if len(points) <= budget:
+                for point in points.values():
+                    yield point
+                return
+        sampler = _Sampler(space, seed)
+        seen: set[str] = set()
+        for point in itertools.islice(_unique(early), budget):
+            seen.add(to_json(point))
+            sampler.learn(point, (yield point))
+        rng = random.Random(seed)
+        while len(seen) < budget:
+            trial, found = self._proposal(space, sampler, seen)
+            if found is None:
+                found = self._drawn(space, listed, seen, rng)
+            if found is None:
+                return
+            seen.add(to_json(found))
+            value = yield found
+            if trial is None:
+                sampler.learn(found, value)
+            else:
+                sampler.tell(trial, value)
+
+    def _proposal(
+        self, space: Space, sampler: _Sampler, seen: set[str]
+    ) -> tuple[Any, Point | None]:
+        """A legal point of the sampler's that is new, with its trial; nothing when it is stuck."""
+        for _ in range(PATIENCE):
+            trial, point = sampler.ask()
+            reason = self._refusal(space, point)
+            if reason is None and to_json(point) not in seen:
+                return trial, point
+            sampler.discard(trial, illegal=reason is not None)
+        return None, None
+
+    def _drawn(
+        self, space: Space, listed: list[Point] | None, seen: set[str], rng: random.Random
+    ) -> Point | None:
+        """A new legal point at random, or None when none is left or none could be hit."""
+        if listed is not None:
+            left = [point for point in listed if to_json(point) not in seen]
+            return rng.choice(left) if left else None
+        for _ in range(LISTED // 10):
+            drawn = {name: rng.choice(values) for name, values in space.choices.items()}
+            point = {**space.default, **drawn}
+            if to_json(point) not in seen and self._refusal(space, point) is None:
+                return point
+        return None
+
+    def _listed(self, space: Space) -> list[Point] | None:
+        """Every legal point of the grid, or None when it is too large to list."""
+        if math.prod(map(len, space.choices.values())) > LISTED:
+            return None
+        grid = itertools.product(*space.choices.values())
+        points = ({**space.default, **dict(zip(space.choices, v, strict=True))} for v in grid)
+        return list(_unique(self._legal(space, points)))
+
+    def _legal(self, space: Space, points: Iterator[Point]) -> list[Point]:
+        return [point for point in points if self._refusal(space, point) is None]
+
+    def _refusal(self, space: Space, point: Point) -> Reason | None:
+        reason = space.constraint(point)
+        if reason is not None:
+            self._skip(point, reason)
+        return reason
+
+    def _completed(self, space: Space, seed: Params) -> Point | None:
+        """A seed with the default's other parameters; None if this space does not have it."""
+        for name, value in seed.items():
+            allowed = space.choices.get(name, (space.default.get(name),))
+            if name not in {**space.choices, **space.default}:
+                self._skip(dict(seed), Reason("parameter", name, _names(space)))
+                return None
+            if value not in allowed and value != space.default.get(name):
+                self._skip(dict(seed), Reason(name, str(value), "one of " + _texts(allowed)))
+                return None
+        return {**space.default, **seed}
+
+    def _skip(self, point: Point, reason: Reason) -> None:
+        self._skipped.setdefault(to_json(point), Skipped(point, reason))
+
+
+class _Sampler:
+    """Optuna's estimator over the positions of values in ``choices``.
+
+    Positions and not values, so that values of any type work. Where the values are numbers in
+    order, nearby positions are nearby settings, which the estimator makes use of.
+    """
+
+    def __init__(self, space: Space, seed: int) -> None:
+        import optuna
+
+        self._optuna = optuna
+        self._space = space
+        self._choices = {n: v for n, v in space.choices.items() if len(v) > 1}
+        self._distributions = {n: self._distribution(v) for n, v in self._choices.items()}
+        with self._quiet():
+            self._study = optuna.create_study(
+                sampler=optuna.samplers.TPESampler(
+                    seed=seed, n_startup_trials=STARTUP, multivariate=True
+                )
+            )
+
+    def _distribution(self, values: tuple[Scalar, ...]) -> Any:
+        if len(values) > 2 and _ordered(values):
+            return self._optuna.distributions.IntDistribution(0, len(values) - 1)
+        return self._optuna.distributions.CategoricalDistribution(range(len(values)))
+
+    def ask(self) -> tuple[Any, Point]:
+        with self._quiet():
+            trial = self._study.ask(self._distributions)
+        fixed = {name: values[0] for name, values in self._space.choices.items()}
+        chosen = {name: self._choices[name][i] for name, i in trial.params.items()}
+        return trial, {**self._space.default, **fixed, **chosen}
+
+    def tell(self, trial: Any, value: float | None) -> None:
+        state = self._optuna.trial.TrialState
+        with self._quiet():
+            self._study.tell(trial, value, state=state.FAIL if value is None else state.COMPLETE)
+
+    def discard(self, trial: Any, illegal: bool) -> None:
+        """Illegal points count as bad ones, so that their region is left; repeats do not count."""
+        state = self._optuna.trial.TrialState
+        with self._quiet():
+            self._study.tell(trial, state=state.PRUNED if illegal else state.FAIL)
+
+    def learn(self, point: Point, value: float | None) -> None:
+        """Tell of a point that this sampler did not propose, if it lies on the grid."""
+        try:
+            places = {n: values.index(point[n]) for n, values in self._choices.items()}
+        except ValueError:
+            return
+        if value is None:
+            return
+        trial = self._optuna.trial.create_trial(
+            params=places, distributions=self._distributions, value=value
+        )
+        with self._quiet():
+            self._study.add_trial(trial)
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Optuna reports each study on stderr; the caller's setting is put back."""
+        logging = self._optuna.logging
+        before = logging.get_verbosity()
+        logging.set_verbosity(logging.ERROR)
+        try:
+            yield
+        finally:
+            logging.set_verbosity(before)
+
+
+def _ordered(values: tuple[Scalar, ...]) -> bool:
+    if not all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
+        return False
+    pairs = list(itertools.pairwise(values))
+    return all(a < b for a, b in pairs) or all(a > b for a, b in pairs)  # type: ignore[operator]
+
+
+def _unique(points: Sequence[Point]) -> Iterator[Point]:
+    return iter({to_json(point): point for point in points}.values())
+
+
+def _texts(values: Sequence[Scalar]) -> str:
+    return ", ".join(map(str, values))
+
+
+def _names(space: Space) -> str:
+    return "one of " + ", ".join({**space.choices, **space.default}) if space.choices else "none"
