@@ -23,6 +23,9 @@ from autosel.core import Device, Scalar
 from autosel.errors import AutoselError, field_error
 from autosel.failures import CAUGHT
 
+#: At most this many times the wanted samples are taken to find undisturbed ones.
+EXTRA = 3
+
 Call = Callable[[], object]
 K = TypeVar("K", bound=Hashable)
 
@@ -35,7 +38,7 @@ class TimingSettings:
                        does not and times bursts of at least ``burst_us``
     graph              capture into a CUDA graph where the device has them
     rounds             times that every candidate gets a block of samples
-    samples_per_round  undisturbed samples in a block; at most as many disturbed ones are added
+    samples_per_round  undisturbed samples in a block; up to :data:`EXTRA` times as many in all
     warmup             calls before the first sample
     limit_s            wall time a candidate may take after its first call, flushes and warm-up
                        included. It is kept to within one call and its flush, which cannot be
@@ -165,7 +168,7 @@ def time_candidates(
         for number in range(settings.rounds):
             turn = number % len(order) if order else 0
             for key in order[turn:] + order[:turn]:
-                tracks[key].block()
+                tracks[key].block(settings.rounds - number)
                 if progress:
                     progress(key, number)
     return {key: track.result() for key, track in tracks.items()}
@@ -187,22 +190,16 @@ class _Track:
         self.spent_s = 0.0
         self.sample_s = 0.0  # wall time of the last sample, its flush included
         self.repeats = 1
-        self.per_round = settings.samples_per_round
         self.limited = False
 
     def warm_up(self) -> None:
+        """The first call, preparation and a few calls that do not count."""
         try:
             self.first_ms = first_call_ms(self.call, self.timer)
             with self._watch():
                 self._prepare()
         except CAUGHT as error:
             self.error = error
-        # Samples are spread over all rounds, even where the limit allows only a few; each block
-        # costs one call more than it gives samples.
-        affordable = (self.settings.limit_s - self.spent_s) / max(self.sample_s, 1e-9)
-        fit = int(affordable / self.settings.rounds) - 1
-        if fit < self.settings.samples_per_round:
-            self.per_round, self.limited = max(1, fit), True
 
     def _prepare(self) -> None:
         prepared = self.timer.prepare(self.call, self.settings)
@@ -219,47 +216,43 @@ class _Track:
             self.repeats = max(1, math.ceil(self.settings.burst_us / call_us))
             self.sample_s = max(self.sample_s, self.repeats * call_us / 1e6)
 
-    def block(self) -> None:
-        """One round's samples, within what is left of the limit."""
+    def block(self, rounds_left: int) -> None:
+        """One round's samples, within an equal share of what is left of the limit."""
         if self.error is not None:
             return
-        taken = 0
+        allowance = (self.settings.limit_s - self.spent_s) / rounds_left
+        before = len(self.samples)
         try:
             with self._watch():
-                taken = self._take()
+                self._take(allowance)
         except CAUGHT as error:
             self.error = error
-        if taken:
-            self.blocks.append(taken)
+        if len(self.samples) > before:
+            self.blocks.append(len(self.samples) - before)
 
-    def _take(self) -> int:
+    def _take(self, allowance: float) -> None:
+        """Samples until enough of them are undisturbed or one more would pass the allowance.
+
+        On a busy machine most are disturbed; some more give the low quantiles, which ranking
+        reads, a chance to be clean ones.
+        """
         start = self.timer.now()
-        if self.samples and self._over(start):
-            self.limited = True
-            return 0
-        if self.per_round > 1:
+        wanted = self.settings.samples_per_round
+        if allowance > 4 * self.sample_s:
             # Another library ran before: threads sleep and code is cold. A slow call that the
-            # limit allows only one sample of needs no such care.
+            # limit allows few samples of needs no such care.
             self.timer.run(self.call)
         taken = clean = 0
-        # On a busy machine most samples are disturbed; as many again give the low quantiles,
-        # which ranking reads, a chance to be clean ones.
-        while clean < self.per_round and taken < 2 * self.per_round:
+        while clean < wanted and taken < EXTRA * wanted:
             began = self.timer.now()
-            if self.samples and self._over(start):
+            if began - start + self.sample_s > allowance and self.samples:
                 self.limited = True
-                break
+                return
             sample = self.timer.sample(self.call, self.repeats)
             self.sample_s = self.timer.now() - began
             self.samples.append(sample)
             taken += 1
             clean += not sample.disturbed
-        return taken
-
-    def _over(self, block_start: float) -> bool:
-        """Whether one more sample would pass the limit."""
-        spent = self.spent_s + self.timer.now() - block_start
-        return spent + self.sample_s > self.settings.limit_s
 
     def result(self) -> TimedSamples:
         wall = max(self.spent_s, 1e-9)
