@@ -21,6 +21,7 @@ from autosel.decide import NothingUsable, decide
 from autosel.device import detect
 from autosel.failures import CAUGHT, failed
 from autosel.interfaces import Backend, Space
+from autosel.search import propose
 from autosel.sources import WeightSource
 from autosel.store import Store
 from autosel.timing import Timer, timer_for
@@ -76,6 +77,7 @@ class _Sweep:
         self.bench = Bench(source, settings, device, self.tokens, self.timer, observer)
         self.sweep_id: int | None = None
         self.defaults: set[Candidate] = set()
+        self.best: dict[str, list[Params]] = {}  # of each searched backend
 
     def run(self) -> SweepResult:
         """Everything, token count by token count."""
@@ -135,35 +137,38 @@ class _Sweep:
             support = backend.supports(self.problem, self.device)
             if support:
                 space = backend.space(self.problem, num_tokens, self.device)
-                return self._explore(backend, space, num_tokens, stored)
-            outcome: tuple[Status, str] = ("unsupported", str(support))
+                illegal = space.constraint(space.default)
+                points = list(islice(space, min(FINALISTS + 1, self.settings.budget)))
+                if illegal is None:
+                    self.defaults.add(self.bench.candidate(backend, space.default))
         except CAUGHT as error:
             outcome = failed(error, f"{backend.name} supports")
-        row = self.bench.row(Candidate.of(backend.name), num_tokens, *outcome)
-        known = stored.get(row.candidate)
-        return [known if known and known.reason == row.reason else row]
-
-    def _explore(
-        self,
-        backend: Backend,
-        space: Space,
-        num_tokens: int,
-        stored: Mapping[Candidate, Measurement],
-    ) -> list[Measurement]:
-        """A small space whole; of a large one the default and the best that a search finds."""
-        illegal = space.constraint(space.default)
+            return [self._unless_known(Candidate.of(backend.name), num_tokens, outcome, stored)]
+        if not support:
+            outcome = ("unsupported", str(support))
+            return [self._unless_known(Candidate.of(backend.name), num_tokens, outcome, stored)]
         rows = []
-        if illegal is None:
-            self.defaults.add(self.bench.candidate(backend, space.default))
-        else:
+        if illegal is not None:
             default = Candidate.of(backend.name, space.default)
-            rows.append(self.bench.row(default, num_tokens, "unsupported", str(illegal)))
-        points = list(islice(space, min(FINALISTS + 1, self.settings.budget)))
+            outcome = ("unsupported", f"its default setting is illegal here: {illegal}")
+            rows.append(self._unless_known(default, num_tokens, outcome, stored))
         if len(points) <= FINALISTS:
             return rows + [self._attempt(backend, p, num_tokens, stored) for p in points]
         # A token count is stored as a whole, so that any row of a searched backend means done.
         known = [row for row in stored.values() if row.candidate.backend == backend.name]
         return known or rows + self._search(backend, space, num_tokens)
+
+    def _unless_known(
+        self,
+        candidate: Candidate,
+        num_tokens: int,
+        outcome: tuple[Status, str],
+        stored: Mapping[Candidate, Measurement],
+    ) -> Measurement:
+        """A row for what never ran; the stored one where it says the same."""
+        row = self.bench.row(candidate, num_tokens, *outcome)
+        known = stored.get(candidate)
+        return known if known and (known.status, known.reason) == outcome else row
 
     def _search(self, backend: Backend, space: Space, num_tokens: int) -> list[Measurement]:
         """The default, the fastest few by a short timing, and every one that failed, with why."""
@@ -177,10 +182,13 @@ class _Sweep:
             tried[row.candidate] = (score, row if short.times_us else short)
             return score
 
-        for params in islice(space, self.settings.budget):
-            evaluate(params)
+        self.observer.step("search", num_tokens, Candidate.of(backend.name))
+        # What was best at the token count before is a good guess at this one.
+        before = self.best.get(backend.name, [])
+        propose(space, self.settings.budget, evaluate, self.settings.seed, seeds=before)
         ranked = sorted(tried.values(), key=lambda pair: pair[0])
         best = [row for score, row in ranked if score < math.inf][:FINALISTS]
+        self.best[backend.name] = [row.candidate.params_dict for row in best[:2]]
         kept = [row for _, row in ranked if row.status != "ok" or row.candidate in self.defaults]
         return list({row.candidate: row for row in best + kept}.values())
 

@@ -66,7 +66,7 @@ class Observer:
         """Before anything runs."""
 
     def step(self, what: str, num_tokens: int, candidate: Candidate | None = None) -> None:
-        """A step begins: ``load``, ``pack``, ``verify``, ``search`` or ``time``."""
+        """A step begins: ``load``, ``pack``, ``first call``, ``verify``, ``search`` or ``time``."""
 
     def timed(self, num_tokens: int, done: int, total: int) -> None:
         """``done`` of ``total`` blocks of this token count are timed."""
