@@ -50,25 +50,39 @@ def dot(w, x, acc, ASM: tl.constexpr):
 
 
 @triton.jit
-def slots_of_expert(ids_ptr, e, t0, num_slots, S: tl.constexpr, TOK: tl.constexpr):
-    """Slots routed to expert e, in order: number t0 and the TOK - 1 after it. ``[TOK]``, count."""
+def scan_block(ids_ptr, b, num_slots, E: tl.constexpr, EP: tl.constexpr, S: tl.constexpr,
+               TOK: tl.constexpr, BY_SLOT: tl.constexpr):  # fmt: skip
+    """Block b of up to TOK slots of one expert, found by looking through all ids.
+
+    Returns the expert (-1: no such block), its slots ``[TOK]`` in order, and how many are used.
+    BY_SLOT (few slots): block b starts at slot b if that is its expert's 1st, TOK + 1st, ... slot.
+    Otherwise block b is the b-th in order of experts. No loop over blocks: around the pipelined
+    stream it would cost 60 registers a thread, and with them a quarter of the programs on an SM.
+    """
     i = tl.arange(0, S)
-    match = (tl.load(ids_ptr + i, mask=i < num_slots, other=-1) == e).to(tl.int32)
+    ids = tl.load(ids_ptr + i, mask=i < num_slots, other=-1)
+    if BY_SLOT:
+        e = tl.load(ids_ptr + b)
+        match = (ids == e).to(tl.int32)
+        t0 = tl.sum(tl.where(i < b, match, 0))
+        e = tl.where((e < E) & (t0 % TOK == 0), e, -1)
+        count = tl.sum(match)
+    else:
+        valid = (ids >= 0) & (ids < E)
+        experts = tl.arange(0, EP)
+        counts = tl.histogram(tl.where(valid, ids, 0), EP, mask=valid)
+        blocks = (counts + TOK - 1) // TOK
+        past = tl.cumsum(blocks, 0)  # blocks of this expert and those before it
+        e = tl.sum((past <= b).to(tl.int32))
+        mine = experts == e
+        t0 = (b - tl.sum(tl.where(mine, past - blocks, 0))) * TOK
+        count = tl.sum(tl.where(mine, counts, 0))
+        e = tl.where(count > 0, e, -1)
+        match = (ids == e).to(tl.int32)
     nth = tl.where(match > 0, tl.cumsum(match, 0) - 1, -1)
     j = tl.arange(0, TOK)
     slots = tl.sum(tl.where(nth[:, None] == (t0 + j)[None, :], i[:, None], 0), axis=0)
-    return slots, tl.sum(match)
-
-
-@triton.jit
-def find_expert(ids_ptr, b, num_slots, E: tl.constexpr, S: tl.constexpr, BY_SLOT: tl.constexpr):
-    """Expert of program column b, or -1. BY_SLOT: that of slot b, if no earlier slot has it."""
-    if BY_SLOT:
-        e = tl.load(ids_ptr + b)
-        i = tl.arange(0, S)
-        earlier = (tl.load(ids_ptr + i, mask=i < b, other=-1) == e) & (i < b)
-        return tl.where((e >= E) | (tl.sum(earlier.to(tl.int32)) > 0), -1, e)
-    return b
+    return e, slots, count - t0
 
 
 @triton.jit
@@ -147,7 +161,7 @@ def grouped_gemm(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, out_ptr, ids_ptr, sorted_ptr
                  BIAS: tl.constexpr, UP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
                  LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
                  LINEAR_BETA: tl.constexpr, SORTED: tl.constexpr, BY_SLOT: tl.constexpr,
-                 S: tl.constexpr, TOK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 EP: tl.constexpr, S: tl.constexpr, TOK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
                  STAGES: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
                  PDL: tl.constexpr):  # fmt: skip
     """Grid (columns x NR / BN). UP: x rows are tokens (slot / XDIV), out rows hold activations.
@@ -182,22 +196,17 @@ def grouped_gemm(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, out_ptr, ids_ptr, sorted_ptr
             _finish(acc, b_ptr, out_ptr, start + j, m, e, rt, NR, BN, TOK, BIAS, UP, GATED, ACT,
                     LIMIT, ALPHA, BETA, LINEAR_BETA)  # fmt: skip
     else:
-        e = find_expert(ids_ptr, b, num_slots, E, S, BY_SLOT)
-        slots, count = slots_of_expert(ids_ptr, e, 0, num_slots, S, TOK)
-        used = (e >= 0) & (count > 0)
-        if used and PREFETCH > 0:
+        e, slots, count = scan_block(ids_ptr, b, num_slots, E, EP, S, TOK, BY_SLOT)
+        if e >= 0 and PREFETCH > 0:
             _prefetch_weights(w_ptr, e, rt, K, NR, BITS, BN, PREFETCH)
         if PDL == 2:
             gdc_wait()
-        if used:
-            for t0 in range(0, count, TOK):
-                if t0 > 0:
-                    slots, count_again = slots_of_expert(ids_ptr, e, t0, num_slots, S, TOK)
-                m = (t0 + j) < count
-                acc = _stream(x_ptr, w_ptr, s_ptr, z_ptr, slots // XDIV, m, e, rt, K, NR, GROUP,
-                              BITS, SYM, TOK, BN, BK, STAGES, ASM)  # fmt: skip
-                _finish(acc, b_ptr, out_ptr, slots, m, e, rt, NR, BN, TOK, BIAS, UP, GATED, ACT,
-                        LIMIT, ALPHA, BETA, LINEAR_BETA)  # fmt: skip
+        if e >= 0:
+            m = j < count
+            acc = _stream(x_ptr, w_ptr, s_ptr, z_ptr, slots // XDIV, m, e, rt, K, NR, GROUP,
+                          BITS, SYM, TOK, BN, BK, STAGES, ASM)  # fmt: skip
+            _finish(acc, b_ptr, out_ptr, slots, m, e, rt, NR, BN, TOK, BIAS, UP, GATED, ACT,
+                    LIMIT, ALPHA, BETA, LINEAR_BETA)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -205,8 +214,8 @@ def grouped_down_rows(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, out_ptr, ids_ptr, sorte
                       blocks_ptr, num_blocks_ptr, num_slots, K: tl.constexpr, NR: tl.constexpr,
                       E: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
                       SYM: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr,
-                      BY_SLOT: tl.constexpr, S: tl.constexpr, TOK: tl.constexpr,
-                      BN: tl.constexpr, RT: tl.constexpr, STAGES: tl.constexpr,
+                      BY_SLOT: tl.constexpr, EP: tl.constexpr, S: tl.constexpr,
+                      TOK: tl.constexpr, BN: tl.constexpr, RT: tl.constexpr, STAGES: tl.constexpr,
                       ASM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Down projection for short K (256, 512: tensor-parallel ranks of wide models).
 
@@ -224,20 +233,17 @@ def grouped_down_rows(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, out_ptr, ids_ptr, sorte
     j = tl.arange(0, TOK)
     if PDL:
         gdc_launch_dependents()
-    t0 = 0
     if SORTED:
         e = tl.load(blocks_ptr + 4 * b)
-        t0 = tl.load(blocks_ptr + 4 * b + 1)
-        count = tl.load(blocks_ptr + 4 * b + 2)
-        count = tl.where(b < tl.load(num_blocks_ptr), count, 0)
-        slots = t0 + j
+        start = tl.load(blocks_ptr + 4 * b + 1)
+        count = tl.load(blocks_ptr + 4 * b + 2) - start
+        e = tl.where(b < tl.load(num_blocks_ptr), e, -1)
+        slots = start + j
     else:
-        e = find_expert(ids_ptr, b, num_slots, E, S, BY_SLOT)
-        slots, count = slots_of_expert(ids_ptr, e, 0, num_slots, S, TOK)
-        count = tl.where(e >= 0, count, 0)
+        e, slots, count = scan_block(ids_ptr, b, num_slots, E, EP, S, TOK, BY_SLOT)
     if PDL:
         gdc_wait()
-    if count == 0:
+    if e < 0:
         return
     r = tl.arange(0, R)
     tile = e.to(tl.int64) * (NR // 16) + ch * (RT * R) + r
@@ -252,23 +258,18 @@ def grouped_down_rows(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, out_ptr, ids_ptr, sorte
         + tl.arange(0, NG)[None, :, None] * 8
         + tl.arange(0, 8)[None, None, :]
     )  # [R, NG, 8]
-    last = count if SORTED else (count + TOK - 1) // TOK * TOK
-    for t in range(t0, last, TOK):
-        if not SORTED:
-            if t > 0:
-                slots, count_again = slots_of_expert(ids_ptr, e, t, num_slots, S, TOK)
-        m = (t + j) < count
-        xt = tl.load(
-            x_ptr + slots.to(tl.int64)[None, :] * K + tl.arange(0, K)[:, None],
-            mask=m[None, :],
-            other=0.0,
-        )  # [K, TOK]
-        for q in tl.range(0, RT, num_stages=STAGES):
-            p = tl.load(wp + q * (R * C * WORDS))
-            s = tl.load(s_ptr + pair + q * (R * NG * 8))
-            z = 0 if SYM else tl.load(z_ptr + pair + q * (R * NG * 8))
-            w = dequant(p, s, z, R, C, GROUP, BITS, SYM, FP16, ASM)
-            acc = dot(w, xt, tl.zeros([BN, TOK], tl.float32), ASM)
-            acc = acc * accumulator_scale(FP16, ASM)
-            _finish(acc, b_ptr, out_ptr, slots, m, e, ch * RT + q, NR, BN, TOK, BIAS, False,
-                    False, "", 0.0, 0.0, 0.0, 0.0)  # fmt: skip
+    m = j < count
+    xt = tl.load(
+        x_ptr + slots.to(tl.int64)[None, :] * K + tl.arange(0, K)[:, None],
+        mask=m[None, :],
+        other=0.0,
+    )  # [K, TOK]
+    for q in tl.range(0, RT, num_stages=STAGES):
+        p = tl.load(wp + q * (R * C * WORDS))
+        s = tl.load(s_ptr + pair + q * (R * NG * 8))
+        z = 0 if SYM else tl.load(z_ptr + pair + q * (R * NG * 8))
+        w = dequant(p, s, z, R, C, GROUP, BITS, SYM, FP16, ASM)
+        acc = dot(w, xt, tl.zeros([BN, TOK], tl.float32), ASM)
+        acc = acc * accumulator_scale(FP16, ASM)
+        _finish(acc, b_ptr, out_ptr, slots, m, e, ch * RT + q, NR, BN, TOK, BIAS, False, False,
+                "", 0.0, 0.0, 0.0, 0.0)  # fmt: skip

@@ -94,6 +94,10 @@ def next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def _padded(experts: int) -> int:
+    return max(16, next_power_of_two(experts))
+
+
 def _pdl(layer: TiledLayer) -> dict[str, Any]:
     return {"launch_pdl": True} if layer.pdl else {}
 
@@ -122,7 +126,7 @@ def align(layer: TiledLayer, ids: torch.Tensor, block: int) -> tuple[Launch, tup
         (-(-slots // chunk),),
         (ids, *out, slots),
         dict(
-            E=layer.experts, EP=max(16, next_power_of_two(layer.experts)), CHUNK=chunk, SCAN=scan,
+            E=layer.experts, EP=_padded(layer.experts), CHUNK=chunk, SCAN=scan,
             BLOCK=block, PDL=layer.pdl, num_warps=4 if scan <= 1024 else 8, **_pdl(layer),
         ),
     )  # fmt: skip
@@ -180,10 +184,9 @@ def decode_down_launch(
 
 
 def _columns(layer: TiledLayer, slots: int, tok: int, is_sorted: bool) -> tuple[int, bool]:
-    """Program columns of a grouped GEMM, and whether a column is a slot or an expert."""
-    if is_sorted:
-        return max_blocks(slots, layer.experts, tok), False
-    return min(slots, layer.experts), slots <= layer.experts
+    """Program columns of a grouped GEMM, and whether a column is a slot or a block."""
+    by_slot = not is_sorted and slots <= layer.experts
+    return slots if by_slot else max_blocks(slots, layer.experts, tok), by_slot
 
 
 def grouped_launch(
@@ -203,7 +206,7 @@ def grouped_launch(
         (x, *layer.weights(up), out, ids, order, blocks, count, slots),
         dict(
             **gemm, **layer.act(), XDIV=xdiv, UP=up, SORTED=sorted_ is not None, BY_SLOT=by_slot,
-            S=scan, TOK=tok, BN=bn, BK=p[f"{pre}_bk"], STAGES=p[f"{pre}_stages"],
+            EP=_padded(layer.experts), S=scan, TOK=tok, BN=bn, BK=p[f"{pre}_bk"], STAGES=p[f"{pre}_stages"],
             PREFETCH=0 if up or not layer.asm else p["prefetch"], ASM=layer.asm, PDL=pdl,
             num_warps=p[f"{pre}_warps"], num_stages=p[f"{pre}_stages"], **_pdl(layer),
             **_registers(layer, p, pre),
@@ -224,8 +227,8 @@ def rows_launch(
         (columns * (layer.hidden // (bn * rt)),),
         (h, *layer.weights(False), out, ids, order, blocks, count, slots),
         dict(
-            **layer.gemm(False), SORTED=sorted_ is not None, BY_SLOT=by_slot, S=scan, TOK=tok,
-            BN=bn, RT=rt, STAGES=p["down_stages"], ASM=layer.asm, PDL=layer.pdl,
+            **layer.gemm(False), SORTED=sorted_ is not None, BY_SLOT=by_slot,
+            EP=_padded(layer.experts), S=scan, TOK=tok, BN=bn, RT=rt, STAGES=p["down_stages"], ASM=layer.asm, PDL=layer.pdl,
             num_warps=p["down_warps"], num_stages=p["down_stages"], **_pdl(layer),
             **_registers(layer, p, "down"),
         ),
