@@ -9,8 +9,11 @@ from typing import Any
 from autosel import buckets, identity, records
 from autosel.core import Candidate, Decision, Device, Measurement, Problem, Rejected, TokenBucket
 from autosel.decide import NothingUsable, decide
-from autosel.errors import NothingUsableError
+from autosel.records import Timing
 from autosel.store import Store
+
+#: The way of timing that stands for a model at work: other layers' weights fill the caches.
+COLD: Mapping[str, Any] = {"cache": "cold"}
 
 #: Runs every layer on every device, so it is what an untuned layer falls back to.
 FALLBACK = Candidate("emulation")
@@ -86,30 +89,26 @@ def explain(
     anything nearby is named and never used. ``timing`` picks a way of timing (default: cold
     caches) where a layer was timed in several.
     """
-    mode = tuple(sorted((timing or {"cache": "cold"}).items()))
+    mode = tuple(sorted((timing or COLD).items()))
     nearest = store.nearest(problem, device, routing)
     measured = nearest.entry.newest if nearest is not None and nearest.exact else None
     asked = _Question(problem, device, num_tokens, routing, measured)
     if nearest is not None and nearest.exact:
+        measurements = store.measurements(problem, device, routing, timing=mode)
         decisions = store.decisions(problem, device, routing, timing=mode)
-        decision = _covering(decisions, num_tokens)
-        counts = sorted(
-            {m.num_tokens for m in store.measurements(problem, device, routing, timing=mode)}
-        )
-        at = decision.bucket.measured if decision else _measured_at(counts, num_tokens)
-        found = (
-            store.measurements(problem, device, routing, num_tokens=at, timing=mode) if at else []
-        )
+        decision = next((d for d in decisions if num_tokens in d.bucket), None)
         if decision is not None:
-            return asked.tuned(decision, found)
-        if found:
-            # The sweep found nothing to choose, or was stopped before it could.
-            bucket = buckets.bucket_for(buckets.buckets(counts), num_tokens)
-            verdict = decide(found, bucket=bucket)
+            return asked.tuned(decision, _at(measurements, decision.bucket))
+        if measurements:
+            # The sweep found nothing to choose here, or was stopped before it could.
+            found = buckets.buckets(m.num_tokens for m in measurements)
+            bucket = buckets.bucket_for(found, num_tokens)
+            there = _at(measurements, bucket)
+            verdict = decide(there, bucket=bucket)
             if isinstance(verdict, NothingUsable):
-                return asked.unusable(verdict, found)
-            return asked.tuned(verdict, found)
-    return asked.untuned(nearest)
+                return asked.unusable(verdict, there)
+            return asked.tuned(verdict, there)
+    return asked.untuned(nearest, mode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,32 +140,19 @@ class _Question:
             bucket=verdict.bucket, rejected=verdict.rejected, measurements=tuple(found),
         )  # fmt: skip
 
-    def untuned(self, nearest: identity.Nearest | None) -> Explanation:
+    def untuned(self, nearest: identity.Nearest | None, mode: Timing) -> Explanation:
         if nearest is None:
             why = "the database is empty"
         elif nearest.exact:
-            counts = ", ".join(map(str, nearest.entry.token_counts)) or "none"
-            why = f"this layer is tuned here, but not for these tokens (measured: {counts})"
+            way = ", ".join(f"{name}={value}" for name, value in mode)
+            why = f"this layer was measured here, but never with {way}"
         else:
             why = f"nothing is stored for this key; the nearest entry differs: {nearest}"
         return self._answer("not tuned", FALLBACK, why, nearest=nearest)
 
 
-def _covering(decisions: list[Decision], num_tokens: int) -> Decision | None:
-    for decision in decisions:
-        if num_tokens in decision.bucket:
-            return decision
-    return None
-
-
-def _measured_at(counts: list[int], num_tokens: int) -> int | None:
-    """The measured token count that answers for ``num_tokens``."""
-    if not counts:
-        return None
-    try:
-        return buckets.bucket_for(buckets.buckets(counts), num_tokens).measured
-    except NothingUsableError:
-        return None
+def _at(measurements: list[Measurement], bucket: TokenBucket) -> list[Measurement]:
+    return [m for m in measurements if m.num_tokens == bucket.measured]
 
 
 def _nearest_dict(nearest: identity.Nearest | None) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from autosel import plots
 from autosel.core import Device, Measurement, Problem
 from autosel.errors import AutoselError, field_error
 from autosel.expert_map import local_range
+from autosel.explain import COLD
 from autosel.plot_style import Caption
 from autosel.roofline import Ceilings
 from autosel.routing_synthetic import make_routing
@@ -42,12 +43,18 @@ def latency(
     AutoselError when no correct candidate was timed, naming the nearest entry, and
     MissingPackageError without matplotlib.
     """
-    mode = tuple(sorted((timing or {"cache": "cold"}).items()))
+    mode = tuple(sorted((timing or COLD).items()))
     measurements = store.measurements(problem, device, routing, timing=mode)
     table = plots.latency_data(measurements)
     if table.empty:
         nearest = store.nearest(problem, device, routing)
-        found = f"none ({nearest})" if nearest else "an empty database"
+        way = ", ".join(f"{name}={value}" for name, value in mode)
+        if nearest is None:
+            found = "an empty database"
+        elif nearest.exact:
+            found = f"none that was correct and timed with {way}"
+        else:
+            found = f"none; the nearest entry differs: {nearest}"
         raise AutoselError(
             field_error("plot", "timed candidates of this layer here", found, "a sweep first")
         )
@@ -98,12 +105,16 @@ def _footer(
     cache = next((v for m in measurements for n, v in m.timing if n == "cache"), "cold")
     machine = f"{device_text(device)}; {versions_text(device)}; autosel {autosel.__version__}"
     quantile = ranking_quantile(device.kind)
-    ranked = "the median" if quantile == 0.5 else f"the {quantile:.0%} quantile"
+    if quantile == 0.5:
+        shown = f"Lines: median of {count} samples, {cache} caches; bars: the middle half of them."
+    else:
+        shown = (
+            f"Lines: {quantile:.0%} quantile of {count} samples, {cache} caches, which is what "
+            "decisions compare here; bars: up to the 75% quantile; dash: median."
+        )
     lines = [
-        f"{machine}; measured {_day(when)}".strip(),
-        f"Lines: median of {count} samples with {cache} caches; bars: the middle half of them. "
-        f"Decisions compare {ranked}. Ahead by: how much longer the runner-up takes; "
-        "tie: within the noise.",
+        f"{machine}; measured {_day(when)}",
+        f"{shown} Ahead by: how much longer the runner-up takes; tie: within the noise.",
     ]
     if ceilings is not None:
         lines.append(

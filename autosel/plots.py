@@ -117,8 +117,9 @@ def plot_latency(
 ) -> Figure:
     """Latency against tokens, both logarithmic, one line a backend; below it, who wins where.
 
-    Lines are medians and bars the middle half of the samples. ``bound`` is
-    :func:`roofline_data`'s table or None. ``size`` is in inches.
+    A line goes through the figure that decisions compare (the median on accelerators, a low
+    quantile on CPUs), its bars span that and the middle half of the samples, a dash is the median.
+    ``bound`` is :func:`roofline_data`'s table or None. ``size`` is in inches.
     """
     if latency.empty:
         raise AutoselError(
@@ -176,16 +177,20 @@ def _axes(frame: Frame, entries: set[str]) -> tuple[Axes, Axes, Callable[..., An
 
 def _draw_lines(axes: Axes, latency: pd.DataFrame, style: dict[str, Style]) -> None:
     # Slowest first, so that the legend reads like the right end of the plot.
-    last = latency.sort_values("num_tokens").groupby("series")["median_us"].last()
+    last = latency.sort_values("num_tokens").groupby("series")["rank_us"].last()
     for name in last.sort_values(ascending=False).index:
         rows = latency[latency["series"] == name].sort_values("num_tokens")
         look = style[name]
-        median = rows["median_us"].to_numpy()
-        spread = np.array([median - rows["q25_us"], rows["q75_us"] - median])
+        rank = rows["rank_us"].to_numpy()
+        spread = np.array([rank - rows["q25_us"], rows["q75_us"] - rank]).clip(min=0)
         axes.errorbar(
-            rows["num_tokens"], median, yerr=spread, label=name,
+            rows["num_tokens"], rank, yerr=spread, label=name,
             color=look.colour, marker=look.marker, linestyle=look.line,
-            markersize=5, linewidth=1.5, elinewidth=1.2, capsize=2.5, zorder=3,
+            markersize=5, linewidth=1.5, elinewidth=1.0, capsize=2.5, zorder=3,
+        )  # fmt: skip
+        axes.plot(
+            rows["num_tokens"], rows["median_us"], linestyle="none", marker="_", markersize=9,
+            color=look.colour, zorder=3,
         )  # fmt: skip
 
 
@@ -197,12 +202,12 @@ def _draw_bound(axes: Axes, bound: pd.DataFrame) -> None:
 
 
 def _draw_winning_points(axes: Axes, latency: pd.DataFrame, winners: pd.DataFrame) -> None:
-    """A ring around the chosen backend's median in each bucket."""
+    """A ring around the chosen backend's point in each bucket."""
     chosen = winners.merge(
         latency, how="inner", left_on=["series", "measured"], right_on=["series", "num_tokens"]
     )
     axes.plot(
-        chosen["measured"], chosen["median_us"], linestyle="none", marker="o", markersize=12,
+        chosen["measured"], chosen["rank_us"], linestyle="none", marker="o", markersize=12,
         markerfacecolor="none", markeredgecolor="black", markeredgewidth=1.1,
         label=CHOSEN, zorder=4, clip_on=False,
     )  # fmt: skip

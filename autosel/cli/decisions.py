@@ -47,20 +47,17 @@ def why_lines(outcomes: Outcomes) -> list[str]:
 
 def left_out_table(outcomes: Outcomes) -> Table | None:
     """Candidates that were never a choice, with the reason, once for all token counts alike."""
-    rows: dict[tuple[str, str, str], list[str]] = {}
+    rows: dict[tuple[str, str], list[str]] = {}
     for outcome in outcomes:
         for item in outcome.rejected:
             if item.status != "ok":
-                key = (item.candidate.key, item.status, item.reason)
+                key = (item.candidate.key, item.reason)
                 rows.setdefault(key, []).append(outcome.bucket.label)
     if not rows:
         return None
     return Table(
-        ("left out", "status", "tokens", "reason"),
-        [
-            (who, status, _tokens(labels, outcomes), why)
-            for (who, status, why), labels in rows.items()
-        ],
+        ("left out", "tokens", "reason"),
+        [(who, _tokens(labels, outcomes), why) for (who, why), labels in rows.items()],
     )
 
 

@@ -19,9 +19,18 @@ from autosel.tune_types import Observer
 _DOING = {
     "load": "reading weights",
     "pack": "packing",
+    "first call": "first call of",
     "verify": "verifying",
     "search": "searching settings of",
     "time": "timing",
+}
+
+#: The steps that a log has a line for, once for each token count.
+_LINES = {
+    "load": "reading weights and working out the right results",
+    "pack": "packing and verifying",
+    "search": "searching settings",
+    "time": "timing what is correct",
 }
 
 #: Ends that are worth a line while the sweep runs; the others are in the report.
@@ -39,7 +48,7 @@ class SweepProgress(Observer):
         self._live: Progress | None = None
         self._task = None
         self._began = time.monotonic()
-        self._said: tuple[object, ...] = ()
+        self._said: set[tuple[str, int]] = set()
 
     def __enter__(self) -> SweepProgress:
         if sys.stderr.isatty():
@@ -69,6 +78,7 @@ class SweepProgress(Observer):
         self, problem: Problem, device: Device, tokens: tuple[int, ...], backends: int
     ) -> None:
         counts = ",".join(map(str, tokens))
+        self._said.clear()
         self._say(f"{self.label}: {backends} backends at {counts} tokens on {device.name}")
         if self._live is not None:
             for task in self._live.task_ids:
@@ -80,9 +90,10 @@ class SweepProgress(Observer):
         who = candidate.key if candidate else "the layer" if what in ("pack", "load") else ""
         self._show(f"{num_tokens} tokens: {doing} {who}".rstrip())
         # Without a terminal a line for each step of each candidate would bury the results.
-        if self._live is None and self._said != (what, num_tokens):
-            self._said = (what, num_tokens)
-            self._say(f"{num_tokens} tokens: {doing}")
+        if self._live is None and (what, num_tokens) not in self._said:
+            self._said.add((what, num_tokens))
+            if what in _LINES:
+                self._say(f"{num_tokens} tokens: {_LINES[what]}")
 
     def timed(self, num_tokens: int, done: int, total: int) -> None:
         self._show(f"{num_tokens} tokens: timing, block {done} of {total}")

@@ -80,8 +80,11 @@ def bytes_text(count: float | None) -> str:
 
 
 def percent_text(fraction: float | None) -> str:
-    """``12.3 %``, with a sign only when negative; ``-`` for none."""
-    return "-" if fraction is None or not math.isfinite(fraction) else f"{fraction * 100:.1f} %"
+    """``12.3 %``, at least three significant digits from 10 % up; ``-`` for none."""
+    if fraction is None or not math.isfinite(fraction):
+        return "-"
+    percent = fraction * 100
+    return f"{percent:.1f} %" if abs(percent) < 1000 else f"{float(f'{percent:.2e}'):.0f} %"
 
 
 def _three(value: float) -> str:

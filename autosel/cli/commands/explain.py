@@ -69,6 +69,13 @@ def command(
         ]
         where = str(store.path) if store.path else None
     again = f"autosel sweep {retype(found, layer_options)}"
+    again += "".join(
+        f" --{name} {value}"
+        for name, value, usual in (
+            ("routing", routing, "uniform"), ("cache", cache, "cold"), ("device", device, None)
+        )
+        if value != usual
+    )  # fmt: skip
     parts: list[str | Table] = []
     for label, answer in answers:
         parts += [*_heading(label, answer), *_body(answer, again), ""]
@@ -114,9 +121,9 @@ def _decision(decision: Decision, measured: str | None) -> Table:
     bucket = decision.bucket
     rows = [
         ("chosen", decision.winner.key),
-        ("its time", time_text(decision.winner_us)),
+        ("time", time_text(decision.winner_us)),
         ("runner-up", decision.runner_up.key if decision.runner_up else "none"),
-        ("its time", time_text(decision.runner_up_us)),
+        ("runner-up's time", time_text(decision.runner_up_us)),
         ("margin", margin_text(decision)),
         ("holds for", f"{bucket.label} tokens; measured at {bucket.measured}"),
         ("measured", measured or "-"),
