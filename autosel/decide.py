@@ -32,7 +32,7 @@ from autosel.core import (
     TokenBucket,
 )
 from autosel.errors import AutoselError, NothingUsableError, field_error
-from autosel.records import timing_mode
+from autosel.records import block_sizes, timing_mode
 
 __all__ = [
     "NothingUsable",
@@ -132,7 +132,7 @@ def decide(
         if reason is not None:
             rejected.append(Rejected(m.candidate, m.status, reason, m.accuracy))
             continue
-        entry = _Entry(m, stats.estimate(m.times_us, quantile))
+        entry = _Entry(m, stats.estimate(m.times_us, quantile, blocks=block_sizes(m)))
         (allowed if allow_a8 or m.accuracy == "exact" else a8).append(entry)
     if not allowed:
         rejected = [_barred(e, None, confidence) for e in sorted(a8, key=_us)] + rejected

@@ -39,6 +39,14 @@ def timing_mode(timing: Timing) -> dict[str, Scalar]:
     return {name: known[name] for name in MODE_NAMES if name in known}
 
 
+def block_sizes(m: Measurement) -> tuple[int, ...]:
+    """Sizes of the blocks that the samples were taken in; empty where that is not recorded."""
+    text = dict(m.timing).get("blocks")
+    parts = text.split(",") if isinstance(text, str) else []
+    sizes = tuple(int(part) for part in parts if part.isdecimal())
+    return sizes if sum(sizes) == len(m.times_us) and all(sizes) else ()
+
+
 def to_json(value: object) -> str:
     """Canonical JSON: sorted names, no spaces, no NaN or infinity (StoreError)."""
     try:

@@ -393,6 +393,27 @@ def test_observations_while_timing_do_not_make_measurements_different():
     assert result.winner.backend == "a"
 
 
+def test_blocks_recorded_while_timing_widen_the_interval():
+    """The machine changed from block to block under b: single samples cannot tell."""
+    rng = np.random.default_rng(2)
+    a = noisy(rng, 100, 0.002, 50)
+    b = tuple(t for centre in range(100, 105) for t in noisy(rng, centre, 0.002, 10))
+    timed = (("blocks", "10,10,10,10,10"),)
+    plain = decide([measured("a", a, device=GPU), measured("b", b, device=GPU)])
+    aware = decide(
+        [measured("a", a, device=GPU, timing=timed), measured("b", b, device=GPU, timing=timed)]
+    )
+    width = [high - low for low, high in (plain.margin_interval, aware.margin_interval)]
+    assert width[1] > 2 * width[0]
+
+
+@pytest.mark.parametrize("blocks", ["5,5", "", "5,x", "25,", "-5,30", 7, None, "0,25", "9" * 11])
+def test_blocks_that_make_no_sense_are_not_used(blocks):
+    times = tuple(float(100 + n % 3) for n in range(25))
+    odd = measured("a", times, timing=(("blocks", blocks),))
+    assert decide([odd, measured("b", 200)]).winner.backend == "a"
+
+
 def test_deciding_needs_no_torch_and_no_database():
     code = (
         "import sys, autosel.decide;"

@@ -98,7 +98,7 @@ def test_drift_that_interleaved_samples_share_cancels():
 @pytest.mark.parametrize("n", [5, 8, 20])
 def test_intervals_cover_and_equal_candidates_seldom_look_different(n, quantile):
     rng = np.random.default_rng(n)
-    tries = 250
+    tries = 150
     covered = separated = 0
     for _ in range(tries):
         ratio = stats.compare(noisy(rng, n), noisy(rng, n), quantile)
@@ -107,6 +107,67 @@ def test_intervals_cover_and_equal_candidates_seldom_look_different(n, quantile)
         separated += ratio.exceeds(0.01, 0.9975)
     assert covered / tries > 0.89
     assert separated / tries < 0.02
+
+
+def blocky(rng, blocks, size, effect, noise=0.02):
+    """Samples ``[blocks * size]`` whose blocks differ by ``effect``, as on a busy machine."""
+    times = np.exp(noise * np.abs(rng.standard_normal((blocks, size))))
+    return tuple((100 * times * np.exp(effect * rng.standard_normal((blocks, 1)))).ravel())
+
+
+@pytest.mark.parametrize("quantile", [0.2, 0.5])
+def test_intervals_cover_when_samples_of_a_block_resemble_each_other(quantile):
+    rng = np.random.default_rng(11)
+    tries, known, unknown, separated = 120, 0, 0, 0
+    for _ in range(tries):
+        a, b = blocky(rng, 5, 10, 0.03), blocky(rng, 5, 10, 0.03)
+        ratio = stats.compare(a, b, quantile, blocks=(10,) * 5)
+        low, high = ratio.interval(0.95)
+        known += low <= 0 <= high
+        separated += ratio.exceeds(0.01, 0.9975)
+        low, high = stats.compare(a, b, quantile).interval(0.95)
+        unknown += low <= 0 <= high
+    assert known / tries > 0.86
+    assert separated / tries < 0.03
+    # Single samples promise far more than they hold: the test sees the difference.
+    assert unknown / tries < 0.75
+
+
+def test_blocks_that_do_not_differ_cost_little():
+    rng = np.random.default_rng(12)
+    widths = []
+    for _ in range(40):
+        a, b = blocky(rng, 5, 10, 0.0), blocky(rng, 5, 10, 0.0)
+        with_blocks = stats.compare(a, b, 0.2, blocks=(10,) * 5).half_width(0.95)
+        widths.append(with_blocks / stats.compare(a, b, 0.2).half_width(0.95))
+    assert statistics.median(widths) < 1.3
+
+
+def test_drift_between_blocks_that_both_suffered_cancels():
+    rng = np.random.default_rng(13)
+    drift = np.repeat(np.exp(0.2 * rng.standard_normal(6)), 5)
+    fast = drift * np.array(noisy(rng, 30, 100, 0.003))
+    slow = drift * np.array(noisy(rng, 30, 104, 0.003))
+    assert stats.compare(slow, fast, 0.5, blocks=(5,) * 6).exceeds(0.01, 0.9975)
+
+
+def test_blocks_of_different_sizes_weigh_the_same():
+    times = [1.0, 2.0, 3.0, 10.0, 20.0, 7.0]
+    table = stats._by_block(np.array(times), (3, 2, 1))
+    assert table.T.tolist() == [[1.0, 2.0, 3.0], [10.0, 10.0, 20.0], [7.0, 7.0, 7.0]]
+    assert stats.estimate(times, 0.5, blocks=(3, 2, 1)).us == stats.estimate(times, 0.5).us
+
+
+@pytest.mark.parametrize("blocks", [(1, 1), (3, 0), (4, -1), (1, 1, 1, 1)])
+def test_blocks_that_do_not_fit_the_samples_are_refused(blocks):
+    with pytest.raises(AutoselError, match="blocks: sizes: found"):
+        stats.estimate([1.0, 2.0, 3.0], 0.5, blocks=blocks)
+
+
+def test_too_few_blocks_say_nothing_about_blocks():
+    rng = np.random.default_rng(14)
+    a, b = noisy(rng, 10), noisy(rng, 10)
+    assert stats.compare(a, b, 0.5, blocks=(5, 5)) == stats.compare(a, b, 0.5)
 
 
 def test_five_samples_settle_a_clear_difference_and_one_wild_sample_does_not_undo_it():
