@@ -13,7 +13,7 @@ from autosel import plots
 from autosel.core import Device, Measurement, Problem
 from autosel.errors import AutoselError, field_error
 from autosel.expert_map import local_range
-from autosel.explain import COLD
+from autosel.explanation import COLD
 from autosel.plot_style import Caption
 from autosel.roofline import Ceilings
 from autosel.routing_synthetic import make_routing

@@ -22,7 +22,7 @@ from autosel.cli.text import percent_text, time_text
 
 if TYPE_CHECKING:
     from autosel.core import Decision
-    from autosel.explain import Explanation
+    from autosel.explanation import Explanation
 
 
 @click.command(cls=Command)
@@ -52,7 +52,7 @@ def command(
     """
     from autosel.cli.target import check_routing, resolve, retype
     from autosel.device import detect
-    from autosel.explain import explain
+    from autosel.explanation import explain
     from autosel.store import Store
 
     found = resolve(target, layer_options)
@@ -99,7 +99,9 @@ def _heading(label: str, answer: Explanation) -> list[str]:
 def _body(answer: Explanation, again: str) -> list[str | Table]:
     if answer.decision is not None:
         return [_decision(answer.decision, answer.measured), *_rejected(answer)]
-    parts: list[str | Table] = [f"{answer.status}: {answer.why}"]
+    # Every reason stands in the table; the sentence would say them all again.
+    short = f"none of {len(answer.rejected)} candidates may be chosen"
+    parts: list[str | Table] = [f"{answer.status}: {short if answer.rejected else answer.why}"]
     if answer.nearest is not None and not answer.nearest.exact:
         parts.append(
             Table(

@@ -180,6 +180,7 @@ def _report(
     }
     status = 130 if interrupted else 0
     if results and not interrupted and not any(result.decisions for result in results):
-        note(f"error: {results[0].outcomes[0].why}")
+        names = {item.candidate.backend for r in results for item in r.rejected(1)}
+        note(f"error: nothing usable here: none of {len(names)} backends may be chosen (see above)")
         status = 1
     return Report(data, [part for part in parts if part], status)

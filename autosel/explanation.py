@@ -99,7 +99,8 @@ def explain(
         decision = next((d for d in decisions if num_tokens in d.bucket), None)
         if decision is not None:
             return asked.tuned(decision, _at(measurements, decision.bucket))
-        if measurements:
+        # What is refused before it runs belongs to every way of timing.
+        if any(m.status != "unsupported" for m in measurements) or not _timed(store, asked):
             # The sweep found nothing to choose here, or was stopped before it could.
             found = buckets.buckets(m.num_tokens for m in measurements)
             bucket = buckets.bucket_for(found, num_tokens)
@@ -149,6 +150,12 @@ class _Question:
         else:
             why = f"nothing is stored for this key; the nearest entry differs: {nearest}"
         return self._answer("not tuned", FALLBACK, why, nearest=nearest)
+
+
+def _timed(store: Store, asked: _Question) -> bool:
+    """Whether this layer was timed here in any way."""
+    rows = store.measurements(asked.problem, asked.device, asked.routing)
+    return any(m.status == "ok" for m in rows)
 
 
 def _at(measurements: list[Measurement], bucket: TokenBucket) -> list[Measurement]:
