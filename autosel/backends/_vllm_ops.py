@@ -134,7 +134,11 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "blocks_per_sm": (-1,),
     "use_fp32_reduce": (True,),
 }
-_ALIASES = {"b_type_id": "b_q_type_id", "b_q_type": "b_q_type_id", "maybe_expert_map": "expert_map"}
+_ALIASES = {
+    "b_type_id": "b_q_type_id",
+    "is_full_k": "is_k_full",
+    "maybe_expert_map": "expert_map",
+}
 
 
 def _is_default(name: str, value: object) -> bool:

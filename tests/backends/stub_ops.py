@@ -23,14 +23,20 @@ MARLIN_NEW = (
     " int size_m, int size_n, int size_k, bool use_atomic_add, bool use_fp32_reduce,"
     " bool is_zp_float, int thread_k, int thread_n, int blocks_per_sm) -> Tensor"
 )
-#: Of releases with act-order, before the tile sizes became arguments.
+#: Of older releases: without tile sizes, with act-order; and before expert biases.
 MARLIN_OLD = (
     "(Tensor! a, Tensor? c_or_none, Tensor! b_q_weight, Tensor? b_bias_or_none, Tensor! b_scales,"
     " Tensor? global_scale, Tensor? b_zeros_or_none, Tensor? g_idx_or_none, Tensor? perm_or_none,"
     " Tensor! workspace, Tensor sorted_token_ids, Tensor! expert_ids,"
     " Tensor! num_tokens_past_padded, Tensor! topk_weights, int moe_block_size, int top_k,"
     " bool mul_topk_weights, bool is_ep, int b_q_type_id, int size_m, int size_n, int size_k,"
-    " bool is_k_full, bool use_atomic_add, bool use_fp32_reduce, bool is_zp_float) -> Tensor"
+    " bool is_full_k, bool use_atomic_add, bool use_fp32_reduce, bool is_zp_float) -> Tensor"
+)
+MARLIN_ACT_ORDER = MARLIN_NEW.replace(
+    " Tensor! workspace,", " Tensor? g_idx_or_none, Tensor? perm_or_none, Tensor! workspace,"
+).replace(" int size_k,", " int size_k, bool is_full_k,")
+MARLIN_NO_BIAS = MARLIN_OLD.replace(" Tensor? b_bias_or_none,", "").replace(
+    " Tensor? global_scale,", ""
 )
 ALIGN = (
     "(Tensor topk_ids, int num_experts, int block_size, Tensor! sorted_token_ids,"
@@ -49,7 +55,7 @@ def _marlin(calls: list[Call], names: list[str]) -> Any:
         calls.append({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in call.items()})
         a, c = call["a"], call["c_or_none"]
         words, scales = call["b_q_weight"], call["b_scales"]
-        zeros, bias = call["b_zeros_or_none"], call["b_bias_or_none"]
+        zeros, bias = call["b_zeros_or_none"], call.get("b_bias_or_none")
         type_id = call.get("b_type_id", call.get("b_q_type_id"))
         bits, block = BITS[type_id], call["moe_block_size"]
         m, n, k = call["size_m"], call["size_n"], call["size_k"]
@@ -74,7 +80,8 @@ def _marlin(calls: list[Call], names: list[str]) -> Any:
         assert call["use_fp32_reduce"]
         assert not call["use_atomic_add"]
         assert not call["is_zp_float"]
-        assert call.get("is_k_full", True)
+        assert call.get("is_full_k", True)
+        assert not call.get("is_ep")
         for extra in ("a_scales", "global_scale", "g_idx_or_none", "perm_or_none"):
             assert call.get(extra) is None
         weights: dict[int, torch.Tensor] = {}

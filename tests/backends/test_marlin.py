@@ -74,10 +74,10 @@ def test_every_activation_in_halves_and_padded(name: str, activation: str) -> No
         check(BACKENDS[name], problem)
 
 
-@pytest.mark.parametrize("schema", [stub_ops.MARLIN_NEW, stub_ops.MARLIN_OLD])
+@pytest.mark.parametrize("schema", ["NEW", "OLD", "ACT_ORDER"])
 @pytest.mark.parametrize("align", [True, False])
 def test_old_and_new_operators(schema: str, align: bool) -> None:
-    with stub_ops.marlin(schema, align) as calls:
+    with stub_ops.marlin(getattr(stub_ops, f"MARLIN_{schema}"), align) as calls:
         check(BACKENDS["marlin"], CASES["padded"])
     assert sum(call.get("op") == "align" for call in calls) == align
 
@@ -199,6 +199,13 @@ def test_unknown_arguments_are_refused_before_the_call() -> None:
     with stub_ops.marlin(schema) as calls, pytest.raises(UnsupportedError, match="mystery unknown"):
         check(BACKENDS["marlin"], CASES["plain"])
     assert all("a" not in call for call in calls)
+
+
+def test_an_operator_without_bias() -> None:
+    with stub_ops.marlin(stub_ops.MARLIN_NO_BIAS):
+        check(BACKENDS["marlin"], CASES["plain"])
+        with pytest.raises(UnsupportedError, match="b_bias missing"):
+            check(BACKENDS["marlin"], CASES["bias"])
 
 
 def test_a_tile_that_the_operator_cannot_take_is_refused() -> None:

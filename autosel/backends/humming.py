@@ -1,0 +1,289 @@
+"""Humming through the package ``humming-kernels``: GEMMs generated and compiled on first use.
+
+Two kinds of kernel read the same weights: ``indexed`` gathers rows by expert through sorted slots,
+``grouped_contiguous`` wants rows already permuted by expert. Each uses the package's own heuristic
+configuration for the number of routed rows; ``rows_factor`` takes the one made for more or fewer
+rows instead, which is often faster. Compiling takes seconds for each new kernel and is cached on
+disk by the package. Numerics: float32 accumulation, weights dequantised to 16 bit.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from autosel.align import expert_ranks
+from autosel.backends import _rules
+from autosel.backends._steps import activate_into, reduce_into
+from autosel.backends.marlin import Workspaces, align
+from autosel.core import Device, Params, Problem, QuantScheme, Routing, Support
+from autosel.dtypes import torch_dtype
+from autosel.errors import UnsupportedError, field_error
+from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
+from autosel.layouts.humming import PAD_K, PAD_N, gemms
+from autosel.layouts.humming import Humming as HummingLayout
+
+KINDS = ("indexed", "grouped_contiguous")
+GROUP_SIZES = (16, 32, 64, 128)
+ROWS_FACTORS = (1.0, 0.25, 0.5, 2.0, 4.0)
+#: What is used of the package, by module.
+_USED = {
+    "humming.forward": ("humming_forward",),
+    "humming.schema": ("HummingInputSchema", "HummingWeightSchema"),
+    "humming.transform": ("prepare_layer_config",),
+    "humming.tune": ("get_heuristics_config",),
+}
+LOCKS = Workspaces(per_multiprocessor=8)
+
+
+@functools.cache
+def package() -> dict[str, Any]:
+    """The functions used of the package, by name. Raises UnsupportedError, in one line."""
+    found: dict[str, Any] = {}
+    for module, names in _USED.items():
+        try:
+            loaded = importlib.import_module(module)
+        except Exception as error:  # imports CUDA bindings, which fail in many ways
+            detail = " ".join(f"{type(error).__name__}: {error}".split())
+            raise UnsupportedError(
+                field_error(f"package humming-kernels, {module}", "import", detail, "no error")
+            ) from error
+        for name in names:
+            if not hasattr(loaded, name):
+                raise UnsupportedError(
+                    field_error(f"package humming-kernels, {module}", name, "missing", "a function")
+                )
+            found[name] = getattr(loaded, name)
+    return found
+
+
+class Humming(Backend):
+    """``humming.forward.humming_forward`` for both GEMMs."""
+
+    name: ClassVar[str] = "humming"
+    summary: ClassVar[str] = "just-in-time compiled kernels of humming-kernels"
+    distributions: ClassVar[tuple[str, ...]] = ("humming-kernels",)
+
+    def available(self, device: Device) -> Support:
+        needs = Requirements()
+        cuda = needs.one_of("device", device.kind, ("cuda",))
+        if cuda:
+            cuda = _rules.capability_at_least(needs, device, (7, 5))
+        # Found without importing it: an extracted copy on the path has no distribution.
+        there = importlib.util.find_spec("humming") is not None
+        install = "pip install 'humming-kernels[cu13]' (or [cu12])"
+        needs.need(there, "package humming-kernels", "not installed", install)
+        if cuda and there:
+            try:
+                package()
+            except UnsupportedError as error:
+                needs.need(False, "package humming-kernels", str(error), "a working import")
+        return needs.support
+
+    def supports(self, problem: Problem, device: Device) -> Support:
+        needs = Requirements()
+        needs.one_of("activations' dtype", problem.act_dtype, ("bfloat16", "float16"))
+        if device.capability is not None and device.capability < (8, 0):
+            where = "activations' dtype below compute capability 8.0"
+            needs.need(problem.act_dtype != "bfloat16", where, "bfloat16", "float16")
+        for name, scheme, _, _ in _rules.gemms(problem):
+            needs.one_of(f"{name} group_size", scheme.group_size, (-1, *GROUP_SIZES))
+        # rows are loaded 16 bytes at a time
+        needs.multiple("hidden_size", problem.hidden_size, 8)
+        needs.multiple("intermediate_size", problem.intermediate_size, 8)
+        needs.need(not problem.router_weight_on_input, "router weight", "on input", "on output")
+        _rules.no_w13_act_order(needs, problem)
+        _rules.activation(needs, problem)
+        return Support(self.available(device).reasons + needs.support.reasons)
+
+    def layout(self, problem: Problem, params: Params) -> Layout:
+        return HummingLayout(problem.act_dtype)
+
+    def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
+        return Space(
+            default={"kind": KINDS[0], "rows_factor": 1.0},
+            choices={"kind": KINDS, "rows_factor": ROWS_FACTORS},
+        )
+
+    def run(
+        self,
+        packed: PackedExperts,
+        x: torch.Tensor,
+        routing: Routing,
+        params: Params,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        kind = str(params.get("kind", KINDS[0]))
+        if kind not in KINDS:
+            raise UnsupportedError(field_error("humming", "kind", kind, " or ".join(KINDS)))
+        problem = packed.problem
+        share = -(-x.shape[0] * problem.top_k * problem.num_local_experts // problem.num_experts)
+        rows = max(1, round(share * float(str(params.get("rows_factor", 1.0)))))
+        plans = tuple(gemm_plan(problem, name, kind, rows, str(x.device)) for name in ("w13", "w2"))
+        try:
+            if kind == "indexed":
+                return _indexed(packed, x, routing, plans, share, out)
+            return _grouped(packed, x, routing, plans, share, out)
+        except Exception:
+            LOCKS.renew(x.device)
+            raise
+
+
+@dataclass(frozen=True)
+class GemmPlan:
+    """One GEMM: the package's layer description and the configuration chosen for it."""
+
+    name: str
+    layer: Any
+    compute: str
+    tuning: str
+    block: int
+
+
+@functools.lru_cache(maxsize=4096)
+def gemm_plan(problem: Problem, name: str, kind: str, rows: int, device: str) -> GemmPlan:
+    """Configuration for about ``rows`` routed rows. The package keeps lists of ``[low, high,
+    configuration]`` with ``low < rows <= high``; the last is open.
+    """
+    layer = layer_config(problem, name, device)
+    choices = _choices(problem, name, kind, device)
+    chosen = next((entry[2] for entry in choices if entry[0] < rows <= entry[1]), choices[-1][2])
+    compute = {"use_batch_invariant": False, "use_f16_accum": False, "gemm_type": kind}
+    # The launcher also looks its kernel up for one row, so the one interval starts at 0.
+    tuning = json.dumps([[0, 1 << 30, chosen]])
+    return GemmPlan(name, layer, json.dumps(compute), tuning, int(chosen["block_shape"][0]))
+
+
+@functools.lru_cache(maxsize=256)
+def _choices(problem: Problem, name: str, kind: str, device: str) -> list[Any]:
+    return list(
+        package()["get_heuristics_config"](
+            layer_config=layer_config(problem, name, device),
+            use_f16_accum=False,
+            use_batch_invariant=False,
+            gemm_type=kind,
+        )
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def layer_config(problem: Problem, name: str, device: str) -> Any:
+    """The package's description of one GEMM; the layout packs for exactly this.
+
+    The scheme is given as it is: the package's own converter would re-encode weights in which the
+    lowest code never occurs, and so time another kernel for them.
+    """
+    used = package()
+    gemm = gemms(problem)[0 if name == "w13" else 1]
+    scheme: QuantScheme = gemm.scheme
+    weights = used["HummingWeightSchema"](
+        b_dtype=f"uint{scheme.num_bits}",
+        weight_scale_group_size=0 if scheme.group_size == -1 else scheme.group_size,
+        has_zero_point=not scheme.symmetric,
+    )
+    return used["prepare_layer_config"](
+        shape_n=gemm.outputs,
+        shape_k=gemm.inputs,
+        weight_schema=weights,
+        input_schema=used["HummingInputSchema"](),
+        num_experts=problem.num_local_experts,
+        pad_n_to_multiple=PAD_N,
+        pad_k_to_multiple=PAD_K,
+        has_bias=problem.has_bias,
+        torch_dtype=torch_dtype(problem.act_dtype),
+        device=torch.device(device),
+    )
+
+
+def _buffers(
+    packed: PackedExperts, x: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    problem, slots = packed.problem, x.shape[0] * top_k
+    inner = problem.intermediate_size
+    widths = (problem.num_shards * inner, inner, x.shape[1])
+    h, a, y = (torch.empty((slots, w), dtype=x.dtype, device=x.device) for w in widths)
+    return h, a, y
+
+
+def _forward(
+    packed: PackedExperts, plan: GemmPlan, rows: torch.Tensor, out: torch.Tensor, **kwargs: Any
+) -> None:
+    tensors, name = packed.tensors, plan.name
+    package()["humming_forward"](
+        plan.layer,
+        inputs=rows,
+        weight=tensors[name],
+        weight_scale=tensors[f"{name}_scales"],
+        zero_point=tensors.get(f"{name}_zeros"),
+        bias=tensors.get(f"{name}_bias"),
+        outputs=out,
+        locks=LOCKS.get(rows.device),
+        compute_config=plan.compute,
+        tuning_config=plan.tuning,
+        **kwargs,
+    )
+
+
+def _indexed(
+    packed: PackedExperts,
+    x: torch.Tensor,
+    routing: Routing,
+    plans: tuple[GemmPlan, ...],
+    share: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    problem, ids = packed.problem, routing.topk_ids
+    h, a, y = _buffers(packed, x, problem.top_k)
+    first, second = plans
+    blocks = align(ids, problem.num_local_experts, first.block)
+    for plan, rows, result, top_k in ((first, x, h, problem.top_k), (second, a, y, 1)):
+        if plan.block != blocks.block:
+            blocks = align(ids, problem.num_local_experts, plan.block)
+        _forward(
+            packed,
+            plan,
+            rows,
+            result,
+            sorted_ids=blocks.sorted_ids,
+            expert_ids=blocks.expert_ids,
+            num_tokens_padded=blocks.num_padded,
+            top_k=top_k,
+            valid_shape_m=share,
+        )
+        if plan is first:
+            activate_into(a, h, problem.activation)
+    return reduce_into(out, y, ids, problem.num_local_experts, routing.topk_weights)
+
+
+def _grouped(
+    packed: PackedExperts,
+    x: torch.Tensor,
+    routing: Routing,
+    plans: tuple[GemmPlan, ...],
+    share: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    problem, ids = packed.problem, routing.topk_ids
+    experts, (num_tokens, top_k) = problem.num_local_experts, ids.shape
+    ranks, counts = expert_ranks(ids, experts)
+    ends = counts.long().cumsum(0)
+    offsets = torch.nn.functional.pad(ends, (1, 0))  # [E + 1] first row of each expert
+    place = torch.where(ranks >= 0, offsets[ids.clamp(min=0).long()] + ranks, -1)  # [M, top_k]
+    # Slots served elsewhere get the rows behind the last expert, which no kernel reads.
+    slots = num_tokens * top_k
+    target = torch.where(place >= 0, place, slots).flatten()
+    tokens = torch.arange(num_tokens, device=x.device).repeat_interleave(top_k)
+    permuted = torch.empty((slots + 1, x.shape[1]), dtype=x.dtype, device=x.device)
+    permuted[target] = x[tokens]
+    h, a, y = _buffers(packed, x, top_k)
+    first, second = plans
+    _forward(packed, first, permuted[:-1], h, expert_layout=offsets, valid_shape_m=share)
+    activate_into(a, h, problem.activation)
+    _forward(packed, second, a, y, expert_layout=offsets, valid_shape_m=share)
+    return reduce_into(out, y, ids, experts, routing.topk_weights, place.to(torch.int32))
