@@ -204,16 +204,24 @@ class Store:
         *,
         timing: Timing | None = None,
         sweep_id: int | None = None,
+        allow_a8: bool = True,
         history: bool = False,
     ) -> list[Decision]:
         """Decisions for each layer, device, routing and timing mode, sorted by their buckets.
 
         Where buckets overlap the newer decision counts. One whose winner has since failed inside
         its bucket is withdrawn: storing that failure is how a winner is given up. ``history`` gives
-        all as stored. Decisions for several devices look alike, so name the device to act on one.
+        all as stored. Without ``allow_a8`` it is as if no winner with 8-bit activations were stored.
+        Decisions for several devices look alike, so name the device to act on one.
         """
         found = self.stored_decisions(
-            problem, device, routing, timing=timing, sweep_id=sweep_id, history=history
+            problem,
+            device,
+            routing,
+            timing=timing,
+            sweep_id=sweep_id,
+            allow_a8=allow_a8,
+            history=history,
         )
         return [stored.decision for stored in found]
 
@@ -290,14 +298,17 @@ class Store:
         num_tokens: int,
         routing: str,
         timing: Timing | None = None,
+        *,
+        allow_a8: bool = False,
     ) -> Decision | None:
         """The decision for a token count under exactly this key, or None.
 
-        Like :meth:`done`, nothing is known about a device without a name.
+        Like :meth:`done`, nothing is known about a device without a name. A winner that quantises
+        activations to 8 bits is passed over unless ``allow_a8``, whoever allowed it when tuning.
         """
         if not device.name.strip():
             return None
-        found = self.decisions(problem, device, routing, timing=timing)
+        found = self.decisions(problem, device, routing, timing=timing, allow_a8=allow_a8)
         return next((d for d in found if num_tokens in d.bucket), None)
 
     def stored_decisions(
@@ -308,10 +319,12 @@ class Store:
         *,
         timing: Timing | None = None,
         sweep_id: int | None = None,
+        allow_a8: bool = True,
         history: bool = False,
     ) -> list[StoredDecision]:
         """:meth:`decisions`, each with its device and timing mode."""
         where = rows.identity(problem, device, routing) | {"x.sweep_id": sweep_id}
+        where["x.accuracy"] = None if allow_a8 else "exact"
         sql = (
             f"SELECT x.*, {rows.NAMES}, w.backend, w.params, w.layout, r.backend AS r_backend,"
             " r.params AS r_params, r.layout AS r_layout, EXISTS (SELECT 1"

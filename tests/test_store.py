@@ -194,6 +194,13 @@ def test_layers_that_differ_in_one_property_never_share_an_entry(store):
         assert store.done(problem, 16, "uniform", FAST, DEVICE) == m
 
 
+def test_the_short_keys_of_those_layers_differ_as_well():
+    problems = [PROBLEM, *(replace(PROBLEM, **change) for change in CHANGES.values())]
+    assert len({problem.key for problem in problems}) == len(problems)
+    whole, real = (replace(PROBLEM, activation=Activation("silu", limit=n)) for n in (7, 7.0))
+    assert whole.key == real.key
+
+
 def test_equal_layers_share_an_entry_however_their_numbers_were_written(store):
     whole, real = (replace(PROBLEM, activation=Activation("silu", limit=n)) for n in (7, 7.0))
     store.add_measurement(measured(problem=whole))
@@ -408,6 +415,16 @@ def test_a_winner_that_failed_since_is_given_up_and_the_next_decision_counts(sto
     # A decision made after the failure stands.
     store.add_decision(decided(9, 32, "fast", winner=FAST), DEVICE, COLD)
     assert store.decision(PROBLEM, DEVICE, 16, "uniform").winner == FAST
+
+
+def test_a_winner_with_8_bit_activations_is_not_used_unless_allowed(store):
+    exact, a8 = decided(9, 32, "exact"), decided(9, 32, "quick", accuracy="a8")
+    store.add_decision(exact, DEVICE)
+    store.add_decision(a8, DEVICE)
+    assert store.decision(PROBLEM, DEVICE, 16, "uniform") == exact
+    assert store.decision(PROBLEM, DEVICE, 16, "uniform", allow_a8=True) == a8
+    assert store.decisions(PROBLEM, DEVICE) == [a8]
+    assert store.decisions(PROBLEM, DEVICE, allow_a8=False) == [exact]
 
 
 def test_stored_rows_cannot_be_changed(store):

@@ -113,7 +113,7 @@ class Activation:
     @property
     def key(self) -> str:
         constants = [
-            f"{short}{value:g}"
+            f"{short}{_shortest(value)}"
             for short, value in (
                 ("L", self.limit),
                 ("a", self.alpha),
@@ -123,6 +123,11 @@ class Activation:
             if value is not None
         ]
         return "".join([self.name, *constants])
+
+
+def _shortest(value: float) -> str:
+    """The shortest text that reads back as the same number: no two constants share one."""
+    return repr(float(value)).removesuffix(".0")
 
 
 @dataclass(frozen=True, slots=True)
