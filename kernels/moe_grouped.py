@@ -156,7 +156,7 @@ def _finish(acc, b_ptr, out_ptr, out_rows, m, e, rt, NR: tl.constexpr, BN: tl.co
 
 @triton.jit(do_not_specialize=["num_slots"])
 def grouped_gemm(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, out_ptr, ids_ptr, sorted_ptr, blocks_ptr,
-                 num_blocks_ptr, num_slots, K: tl.constexpr, NR: tl.constexpr, E: tl.constexpr,
+                 num_slots, K: tl.constexpr, NR: tl.constexpr, E: tl.constexpr,
                  GROUP: tl.constexpr, XDIV: tl.constexpr, BITS: tl.constexpr, SYM: tl.constexpr,
                  BIAS: tl.constexpr, UP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
                  LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
@@ -180,7 +180,7 @@ def grouped_gemm(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, out_ptr, ids_ptr, sorted_ptr
         e = tl.load(blocks_ptr + 4 * b)
         start = tl.load(blocks_ptr + 4 * b + 1)
         end = tl.load(blocks_ptr + 4 * b + 2)
-        used = b < tl.load(num_blocks_ptr)
+        used = start < end
         if used and PREFETCH > 0:
             _prefetch_weights(w_ptr, e, rt, K, NR, BITS, BN, PREFETCH)
         if PDL == 2:
@@ -211,7 +211,7 @@ def grouped_gemm(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, out_ptr, ids_ptr, sorted_ptr
 
 @triton.jit(do_not_specialize=["num_slots"])
 def grouped_down_rows(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, out_ptr, ids_ptr, sorted_ptr,
-                      blocks_ptr, num_blocks_ptr, num_slots, K: tl.constexpr, NR: tl.constexpr,
+                      blocks_ptr, num_slots, K: tl.constexpr, NR: tl.constexpr,
                       E: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
                       SYM: tl.constexpr, BIAS: tl.constexpr, SORTED: tl.constexpr,
                       BY_SLOT: tl.constexpr, EP: tl.constexpr, S: tl.constexpr,
@@ -237,7 +237,7 @@ def grouped_down_rows(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, out_ptr, ids_ptr, sorte
         e = tl.load(blocks_ptr + 4 * b)
         start = tl.load(blocks_ptr + 4 * b + 1)
         count = tl.load(blocks_ptr + 4 * b + 2) - start
-        e = tl.where(b < tl.load(num_blocks_ptr), e, -1)
+        e = tl.where(count > 0, e, -1)
         slots = start + j
     else:
         e, slots, count = scan_block(ids_ptr, b, num_slots, E, EP, S, TOK, BY_SLOT)

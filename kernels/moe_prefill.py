@@ -348,8 +348,8 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
         _store(sum0, out_ptr, start, end, rt, NR, T0, BN, UP, NW)
 
 
-@gluon.jit
-def prefill_gemm(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, blocks_ptr, num_blocks_ptr,
+@gluon.jit(do_not_specialize=["num_blocks"])
+def prefill_gemm(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, blocks_ptr, num_blocks,
                  K: gl.constexpr, NR: gl.constexpr, GROUP: gl.constexpr, UP: gl.constexpr,
                  XDIV: gl.constexpr, CLASSES: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
                  RT: gl.constexpr, STAGES: gl.constexpr, NEAR: gl.constexpr, NW: gl.constexpr,
@@ -364,7 +364,7 @@ def prefill_gemm(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, blocks_ptr, num_block
     pid = gl.program_id(0)
     b = pid // (NT * NEAR) * NEAR + pid % NEAR
     rt = pid % (NT * NEAR) // NEAR
-    used = b < gl.load(num_blocks_ptr)
+    used = b < num_blocks
     e = gl.load(blocks_ptr + 4 * b, mask=used, other=0)
     start = gl.load(blocks_ptr + 4 * b + 1, mask=used, other=0)
     end = gl.load(blocks_ptr + 4 * b + 2, mask=used, other=0)
@@ -385,11 +385,12 @@ def prefill_launch(layer, up, x, out, xdiv, sorted_, slots, p):
     gemm = layer.gemm(up)
     words, scales = layer.weights(up)[:2]
     near, bn, rt = p["near"], p[f"{pre}_bn"], 1 if up else p.get("down_rt", 1)
-    columns = triton.cdiv(max_blocks(slots, layer.experts, p["tok"]), near) * near
+    blocks = max_blocks(slots, layer.experts, p["tok"])
+    columns = triton.cdiv(blocks, near) * near
     return Launch(
         prefill_gemm,
         (columns * (gemm["NR"] // (bn * rt)),),
-        (x, words, scales, out, sorted_[0], sorted_[2], sorted_[3]),
+        (x, words, scales, out, sorted_[0], sorted_[2], blocks),
         dict(
             K=gemm["K"], NR=gemm["NR"], GROUP=gemm["GROUP"], UP=up, XDIV=xdiv,
             CLASSES=p["classes"], BN=bn, BK=p[f"{pre}_bk"], RT=rt, STAGES=p[f"{pre}_stages"],

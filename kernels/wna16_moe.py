@@ -110,25 +110,21 @@ def _registers(layer: TiledLayer, p: Params, pre: str) -> dict[str, Any]:
 
 # ------------------------------------------------------------------ single launches
 def align(layer: TiledLayer, ids: torch.Tensor, block: int) -> tuple[Launch, tuple[Any, ...]]:
-    """The align launch and its results ``(sorted_slot, position, blocks, num_blocks)``."""
+    """The align launch and its results ``(sorted_slot, position, blocks)``."""
     slots = ids.numel()
     new = {"dtype": torch.int32, "device": ids.device}
     out = (
         torch.empty(slots, **new),
         torch.empty(slots, **new),
-        torch.empty((max_blocks(slots, layer.experts, block) + 1, 4), **new),
-        torch.empty(1, **new),
+        torch.empty((max_blocks(slots, layer.experts, block), 4), **new),
     )
-    chunk = 64 if slots <= 1024 else 256
-    scan = min(4096, next_power_of_two(max(slots, 128)))
+    chunk = max(128, min(4096, next_power_of_two(slots)))
     launch = Launch(
         align_kernel,
-        (-(-slots // chunk),),
+        (layer.experts,),
         (ids, *out, slots),
-        dict(
-            E=layer.experts, EP=_padded(layer.experts), CHUNK=chunk, SCAN=scan,
-            BLOCK=block, PDL=layer.pdl, num_warps=4 if scan <= 1024 else 8, **_pdl(layer),
-        ),
+        dict(E=layer.experts, CHUNK=chunk, BLOCK=block, PDL=layer.pdl,
+             num_warps=max(4, chunk // 256), **_pdl(layer)),
     )  # fmt: skip
     return launch, out
 
@@ -186,7 +182,9 @@ def decode_down_launch(
 def _columns(layer: TiledLayer, slots: int, tok: int, is_sorted: bool) -> tuple[int, bool]:
     """Program columns of a grouped GEMM, and whether a column is a slot or a block."""
     by_slot = not is_sorted and slots <= layer.experts
-    return slots if by_slot else max_blocks(slots, layer.experts, tok), by_slot
+    if is_sorted:
+        return max_blocks(slots, layer.experts, tok), False
+    return slots if by_slot else min(slots, layer.experts + slots // tok), by_slot
 
 
 def grouped_launch(
@@ -196,14 +194,14 @@ def grouped_launch(
     pre, slots = "up" if up else "down", ids.numel()
     tok, bn = p["tok"], p[f"{pre}_bn"]
     columns, by_slot = _columns(layer, slots, tok, sorted_ is not None)
-    order, blocks, count = (ids, ids, ids) if sorted_ is None else (sorted_[0], *sorted_[2:])
+    order, blocks = (ids, ids) if sorted_ is None else (sorted_[0], sorted_[2])
     gemm = layer.gemm(up)
     pdl = 0 if not layer.pdl else 1 if up else 2
     scan = 16 if sorted_ is not None else max(16, next_power_of_two(slots))
     return Launch(
         grouped_gemm,
         (columns * (gemm["NR"] // bn),),
-        (x, *layer.weights(up), out, ids, order, blocks, count, slots),
+        (x, *layer.weights(up), out, ids, order, blocks, slots),
         dict(
             **gemm, **layer.act(), XDIV=xdiv, UP=up, SORTED=sorted_ is not None, BY_SLOT=by_slot,
             EP=_padded(layer.experts), S=scan, TOK=tok, BN=bn, BK=p[f"{pre}_bk"], STAGES=p[f"{pre}_stages"],
@@ -220,12 +218,12 @@ def rows_launch(
 ) -> Launch:  # fmt: skip
     slots, tok, bn, rt = ids.numel(), p["tok"], p["down_bn"], p["down_rt"]
     columns, by_slot = _columns(layer, slots, tok, sorted_ is not None)
-    order, blocks, count = (ids, ids, ids) if sorted_ is None else (sorted_[0], *sorted_[2:])
+    order, blocks = (ids, ids) if sorted_ is None else (sorted_[0], sorted_[2])
     scan = 16 if sorted_ is not None else max(16, next_power_of_two(slots))
     return Launch(
         grouped_down_rows,
         (columns * (layer.hidden // (bn * rt)),),
-        (h, *layer.weights(False), out, ids, order, blocks, count, slots),
+        (h, *layer.weights(False), out, ids, order, blocks, slots),
         dict(
             **layer.gemm(False), SORTED=sorted_ is not None, BY_SLOT=by_slot,
             EP=_padded(layer.experts), S=scan, TOK=tok, BN=bn, RT=rt, STAGES=p["down_stages"], ASM=layer.asm, PDL=layer.pdl,
