@@ -211,7 +211,7 @@ class Store:
 
         Where buckets overlap the newer decision counts. One whose winner has since failed inside
         its bucket is withdrawn: storing that failure is how a winner is given up. ``history`` gives
-        all as stored. Without ``allow_a8`` it is as if no winner with 8-bit activations were stored.
+        all as stored. Without ``allow_a8`` it is as if no 8-bit-activation winner were stored.
         Decisions for several devices look alike, so name the device to act on one.
         """
         found = self.stored_decisions(
