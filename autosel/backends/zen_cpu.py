@@ -42,12 +42,15 @@ class ZenCpu(Backend):
     def available(self, device: Device) -> Support:
         needs = Requirements()
         needs.one_of("device", device.kind, ("cpu",))
-        version = _version()
-        if needs.need(
-            version is not None, f"package {_PACKAGE}", "not installed", "autosel-moe[zen]"
-        ):
-            torch_minor, minor = _minor(torch.__version__), _minor(str(version))
-            needs.need(minor == torch_minor, f"{_PACKAGE} release", version, f"torch {torch_minor}")
+        version, release = _version(), _minor(torch.__version__)
+        install = f"pip install '{_PACKAGE}=={release}.*'"
+        if needs.need(version is not None, f"package {_PACKAGE}", "not installed", install):
+            needs.need(
+                _minor(str(version)) == release,
+                f"package {_PACKAGE}",
+                version,
+                f"{release}.* as torch: {install}",
+            )
         if device.kind == "cpu":
             missing = [flag for flag in _FLAGS if flag not in device.flags]
             needs.need(

