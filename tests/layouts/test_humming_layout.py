@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from autosel.canonical import dequantize_expert
-from autosel.core import Problem
 from autosel.errors import UnsupportedError
 from autosel.layouts import humming
 from autosel.layouts.humming import Humming
 from autosel.layouts.marlin import Marlin
 from tests.layouts import make, marlin_simulation
+from tests.layouts.humming_simulation import read_gemm
 
 CASES = {
     "plain": make.problem(),
@@ -44,36 +44,6 @@ def test_round_trip_is_exact_and_pure(case: str) -> None:
     assert packed.nbytes == layout.nbytes(problem)
 
 
-def read_gemm(tensors: dict[str, torch.Tensor], name: str, problem: Problem) -> torch.Tensor:
-    """Weights float64 ``[N', K']`` as the kernel decodes them."""
-    scheme = getattr(problem, name)
-    bits = scheme.num_bits
-    codes = torch.from_numpy(marlin_simulation.read_codes(tensors[name], bits)).double()
-    stored = tensors[f"{name}_scales"]
-    groups, size_n = stored.shape
-    if scheme.group_size == -1:
-        scales = marlin_simulation.read_scales(stored)
-    else:  # grouped even when there is one row: the simulation decides by rows, so give it two
-        scales = marlin_simulation.read_scales(torch.cat([stored, stored]))[:groups]
-    length = codes.shape[1] // groups
-    zeros = torch.full((groups, size_n), 1 << (bits - 1)).double()
-    if f"{name}_zeros" in tensors:
-        raw = tensors[f"{name}_zeros"].contiguous().view(torch.uint8)  # [G, bytes]
-        per_byte = 8 // bits
-        for place in range(size_n):
-            # stored place 64 b + 8 i + j holds output 64 b + i + 8 j
-            b, i, j = place // 64, place % 64 // 8, place % 8
-            value = raw[:, place // per_byte] >> (bits * (place % per_byte)) & ((1 << bits) - 1)
-            zeros[:, 64 * b + i + 8 * j] = value.double()
-    spread = zeros.T.repeat_interleave(length, 1)
-    if bits == 8 and problem.act_dtype == "bfloat16":
-        # sign and magnitude: up to 255 - z the value itself, above it minus (z - (255 - v))
-        distance = torch.where(codes <= 255 - spread, codes, (255 - codes) - spread)
-    else:
-        distance = codes - spread
-    return distance * scales.double().T.repeat_interleave(length, 1)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_kernel_computes(case: str) -> None:
     problem = CASES[case]
@@ -82,8 +52,18 @@ def test_what_the_kernel_computes(case: str) -> None:
     shards, hidden, inner = problem.num_shards, problem.hidden_size, problem.intermediate_size
     e = 1
     tensors = {name: stack[e] for name, stack in packed.tensors.items()}
-    w13 = read_gemm(tensors, "w13", problem)
-    w2 = read_gemm(tensors, "w2", problem)
+    wide = problem.act_dtype == "bfloat16"
+    w13, w2 = (
+        read_gemm(
+            tensors[name],
+            tensors[f"{name}_scales"],
+            tensors.get(f"{name}_zeros"),
+            scheme.num_bits,
+            scheme.group_size != -1,
+            wide,
+        )
+        for name, scheme in (("w13", problem.w13), ("w2", problem.w2))
+    )
     assert w13.shape[0] % 256 == 0
     assert w2.shape[1] % 128 == 0
     assert not w13[shards * inner :].any()

@@ -1,0 +1,283 @@
+"""Humming's adapter against a stand-in for the package, with the signatures of release 0.1.19."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from autosel import dispatch, reference
+from autosel.backends import _vllm_ops, humming
+from autosel.backends.humming import Humming
+from autosel.core import Device, Problem, Routing
+from autosel.errors import UnsupportedError
+from tests.backends import stub_ops
+from tests.layouts import make, marlin_simulation
+from tests.layouts.humming_simulation import read_gemm
+from tests.layouts.test_humming_layout import CASES
+
+BACKEND = Humming()
+H200 = Device("cuda", "H200", (9, 0), 132, 150 << 30, 50 << 20, 232448)
+LIMITS = {"bfloat16": 1.2e-2, "float16": 2e-3}
+KINDS = ("indexed", "grouped_contiguous")
+calls: list[dict[str, Any]] = []
+
+
+@dataclass(kw_only=True)
+class HummingWeightSchema:
+    b_dtype: str
+    bs_dtype: Any = None
+    weight_scale_group_size: int = 0
+    has_zero_point: bool = False
+
+
+@dataclass(kw_only=True)
+class HummingInputSchema:
+    a_dtype: Any = None
+
+
+@dataclass
+class LayerConfig:
+    shape_n: int
+    shape_k: int
+    pad_shape_n: int
+    pad_shape_k: int
+    schema: HummingWeightSchema
+    experts: int
+    has_bias: bool
+    dtype: torch.dtype
+
+
+def prepare_layer_config(
+    shape_n, shape_k, weight_schema, input_schema=None, num_experts=None, pad_n_to_multiple=1,
+    pad_k_to_multiple=1, has_bias=False, torch_dtype=None, device=None, tensors=None,
+):  # fmt: skip
+    assert isinstance(input_schema, HummingInputSchema)
+    pad_n, pad_k = -shape_n % pad_n_to_multiple, -shape_k % pad_k_to_multiple
+    return LayerConfig(shape_n + pad_n, shape_k + pad_k, pad_n, pad_k, weight_schema, num_experts,
+                       has_bias, torch_dtype)  # fmt: skip
+
+
+def get_heuristics_config(
+    layer_config, shape_m=None, use_f16_accum=False, use_batch_invariant=False,
+    use_m_major_input_scale=False, gemm_type="dense", device=None,
+):  # fmt: skip
+    assert gemm_type in KINDS
+    # the two GEMMs of most cases differ in their block, so that both alignments are needed
+    first = 16 if layer_config.shape_k % 256 == 0 else 32
+    return [[0, 8, {"block_shape": [first, 64, 64]}],
+            [8, 1 << 30, {"block_shape": [2 * first, 64, 64]}]]  # fmt: skip
+
+
+def humming_forward(
+    config, inputs, weight, weight_scale=None, zero_point=None, bias=None, weight_scale_2=None,
+    outputs=None, input_scale=None, input_scale_2=None, sorted_ids=None, expert_ids=None,
+    num_tokens_padded=None, expert_layout=None, locks=None, top_k=1, valid_shape_m=0,
+    compute_config=None, tuning_config=None, hadamard_block_size=None, use_pdl=None,
+):  # fmt: skip
+    compute, ((low, high, chosen),) = json.loads(compute_config), json.loads(tuning_config)
+    calls.append({"kind": compute["gemm_type"], "block": chosen["block_shape"][0],
+                  "top_k": top_k, "valid_shape_m": valid_shape_m})  # fmt: skip
+    assert (low, high) == (0, 1 << 30)
+    assert not compute["use_f16_accum"]
+    assert not compute["use_batch_invariant"]
+    bits = int(config.schema.b_dtype.removeprefix("uint"))
+    n, k = config.shape_n, config.shape_k
+    assert tuple(weight.shape) == (config.experts, k // 16, n * bits // 2)
+    assert weight_scale.dtype == inputs.dtype == outputs.dtype == config.dtype
+    assert (zero_point is not None) == config.schema.has_zero_point
+    assert (bias is not None) == config.has_bias
+    assert inputs.is_contiguous()
+    assert outputs.is_contiguous()
+    assert inputs.shape[1] == k - config.pad_shape_k
+    assert outputs.shape[1] == n - config.pad_shape_n
+    assert locks.dtype == torch.int32
+    assert not locks.any()
+
+    def rows_of(expert: int, rows: torch.Tensor) -> torch.Tensor:
+        group = config.schema.weight_scale_group_size
+        if group:
+            assert weight_scale.shape[1] == k // group
+        w = read_gemm(weight[expert], weight_scale[expert],
+                      None if zero_point is None else zero_point[expert], bits, group != 0,
+                      config.dtype == torch.bfloat16)  # fmt: skip
+        w = w[: outputs.shape[1], : inputs.shape[1]].to(rows.dtype).float()
+        result = rows.float() @ w.T
+        if bias is not None:
+            read = marlin_simulation.read_bias(bias[expert]).float()
+            result += read[: outputs.shape[1]]
+        return result.to(rows.dtype)
+
+    if compute["gemm_type"] == "indexed":
+        assert expert_layout is None
+        block, slots = chosen["block_shape"][0], outputs.shape[0]
+        for b in range(int(num_tokens_padded) // block):
+            ids = sorted_ids[b * block : (b + 1) * block].long()
+            ids = ids[ids < slots]
+            outputs[ids] = rows_of(int(expert_ids[b]), inputs[ids // top_k])
+        return outputs
+    assert sorted_ids is None
+    assert expert_layout.dtype == torch.int64
+    offsets = expert_layout.tolist()
+    assert len(offsets) == config.experts + 1
+    for e in range(config.experts):
+        part = slice(offsets[e], offsets[e + 1])
+        if part.stop > part.start:
+            outputs[part] = rows_of(e, inputs[part])
+    return outputs
+
+
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    members: dict[str, list[Any]] = {
+        "humming": [],
+        "humming.forward": [humming_forward],
+        "humming.schema": [HummingInputSchema, HummingWeightSchema],
+        "humming.transform": [prepare_layer_config],
+        "humming.tune": [get_heuristics_config],
+    }
+    for name, functions in members.items():
+        module = ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        for function in functions:
+            setattr(module, function.__name__, function)
+        monkeypatch.setitem(sys.modules, name, module)
+    caches = (humming.package, humming.gemm_plan, humming.layer_config, humming._choices)
+    for cached in caches:
+        cached.cache_clear()
+    monkeypatch.delenv(_vllm_ops.LIBRARY_VARIABLE, raising=False)
+    monkeypatch.setattr(_vllm_ops, "DISTRIBUTIONS", ())
+    calls.clear()
+    yield
+    for cached in caches:
+        cached.cache_clear()
+
+
+def check(problem: Problem, tokens: int = 5, **params: object) -> None:
+    experts = make.experts(problem)
+    rng = torch.Generator().manual_seed(4)
+    x = torch.randn(tokens, problem.hidden_size, generator=rng)
+    x = x.to(getattr(torch, problem.act_dtype))
+    scores = torch.rand(tokens, problem.num_experts, generator=rng)
+    ids = scores.topk(problem.top_k, 1).indices.to(torch.int32)
+    routed = Routing(ids, torch.rand(ids.shape, generator=rng) + 0.1)
+    packed = BACKEND.layout(problem, {}).pack(experts)
+    out = torch.full_like(x, float("nan"))
+    dispatch.apply(BACKEND, packed, x, routed, params, out=out)
+    expected = reference.moe(x, experts, routed)
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < LIMITS[problem.act_dtype], float(error)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", CASES)
+def test_against_the_emulation(kind: str, case: str) -> None:
+    check(CASES[case], kind=kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_with_vllms_alignment(kind: str) -> None:
+    with stub_ops.marlin() as operators:
+        check(CASES["plain"], kind=kind)
+    assert len(operators) == (2 if kind == "indexed" else 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_served_elsewhere(kind: str) -> None:
+    problem = make.problem(128, 64, experts=8, local=4)
+    experts = make.experts(problem)
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
+    ids = torch.tensor([[0, 5], [6, 7], [3, 3], [-5, 2**31 - 1], [2, 1]], dtype=torch.int32)
+    routed = Routing(ids, torch.ones(ids.shape))
+    expert_map = torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)
+    packed = BACKEND.layout(problem, {}).pack(experts)
+    out = torch.full_like(x, float("nan"))
+    dispatch.apply(BACKEND, packed, x, routed, {"kind": kind}, expert_map=expert_map, out=out)
+    expected = reference.moe(x, experts, routed, expert_map=expert_map)
+    assert (out.double() - expected).norm() / expected.norm() < LIMITS["bfloat16"]
+    assert not out[1].any()
+    assert not out[3].any()
+    assert {call["valid_shape_m"] for call in calls} == {5}  # half of 5 x 2 slots are expected here
+
+
+def test_arguments_of_both_gemms() -> None:
+    check(CASES["plain"], 6, kind="indexed")
+    first, second = calls
+    # 12 routed rows: the second interval; K of 256 and 128
+    assert first == {"kind": "indexed", "block": 32, "top_k": 2, "valid_shape_m": 12}
+    assert second == {"kind": "indexed", "block": 64, "top_k": 1, "valid_shape_m": 12}
+
+
+@pytest.mark.parametrize(("factor", "block"), [(0.25, 16), (1.0, 32), (4.0, 32)])
+def test_rows_factor_picks_another_interval(factor: float, block: int) -> None:
+    check(CASES["plain"], 6, kind="indexed", rows_factor=factor)
+    assert calls[0]["block"] == block
+    assert calls[0]["valid_shape_m"] == 12
+
+
+def test_space() -> None:
+    space = BACKEND.space(CASES["plain"], 6, H200)
+    points = list(space)
+    assert points[0] == {"kind": "indexed", "rows_factor": 1.0}
+    assert {p["kind"] for p in points} == set(KINDS)
+    with pytest.raises(UnsupportedError, match="kind: found masked"):
+        check(CASES["plain"], kind="masked")
+
+
+def test_a_failure_renews_the_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(config: Any, locks: torch.Tensor, **kwargs: Any) -> None:
+        locks.fill_(3)
+        raise RuntimeError("launch failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sys.modules["humming.forward"], "humming_forward", fails)
+        humming.package.cache_clear()
+        with pytest.raises(RuntimeError, match="launch failed"):
+            check(CASES["plain"])
+    humming.package.cache_clear()
+    check(CASES["plain"])
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        *((problem, "supported") for problem in CASES.values()),
+        (make.problem(192, 96, group=48), "w13 group_size: found 48"),
+        (make.problem(128, 100), "intermediate_size: found 100, required a multiple of 8"),
+        (make.problem(act_order="w13"), "w13 act-order: found g_idx with several groups"),
+        (make.problem(top_k=1, on_input=True), "router weight: found on input"),
+        (make.problem(act_dtype="float32"), "activations' dtype: found float32"),
+    ],
+)
+def test_rules(problem: Problem, expected: str) -> None:
+    assert expected in str(BACKEND.supports(problem, H200))
+
+
+def test_devices() -> None:
+    problem = CASES["plain"]
+    old = str(BACKEND.supports(problem, replace(H200, capability=(7, 0))))
+    assert old.startswith("compute capability: found 7.0, required 7.5 or newer")
+    unknown = str(BACKEND.supports(problem, replace(H200, capability=None)))
+    assert unknown == "compute capability: found not reported, required 7.5 or newer"
+
+
+def test_on_a_cpu_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "humming")
+    assert str(BACKEND.supports(CASES["plain"], Device("cpu", "EPYC"))) == (
+        "device: found cpu, required cuda; package humming-kernels: found not installed, required "
+        "pip install 'humming-kernels[cu13]' (or [cu12])"
+    )
+
+
+def test_a_release_without_a_function_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["humming.transform"], "prepare_layer_config")
+    humming.package.cache_clear()
+    text = str(BACKEND.supports(CASES["plain"], H200))
+    assert "humming.transform: prepare_layer_config: found missing" in text
