@@ -46,6 +46,11 @@ LIMITS: dict[AccuracyClass, Limits] = {
     "a8": Limits(rms=2.5, token=4.0, element=10.0),
 }
 
+#: The most that :mod:`autosel.audit` may find against a single weight. The largest of 10**9 normal
+#: scores is about 6.2; those of a correct kernel have a spread of 0.65 at most, and
+#: ``tests/verify/test_audit.py`` meets none above 3.5.
+AUDIT_LIMIT = 7.0
+
 #: Relative size of the error scale on plain data, in unit roundoffs of the act dtype, and the
 #: share that 8-bit activations add: what :func:`compare` assumes when it is given no scale.
 NOMINAL_UNITS = 2.4
@@ -57,7 +62,9 @@ class Verdict:
     """What verification found.
 
     ``score`` is the share of its limit that the error used (above 1 is wrong), None when nothing
-    could be compared. ``repeatable`` says that a second run gave the same bits, None if not run.
+    could be compared. ``audit_score`` is the evidence against the most suspicious single weight,
+    None without an audit. ``repeatable`` says that a second run gave the same bits, None if there
+    was none.
     ``weights_changed`` says that the candidate wrote into its packed weights, which are then
     spoiled for others. ``cases`` are the names of the cases that were run.
     """
@@ -66,6 +73,7 @@ class Verdict:
     reason: str = ""
     errors: ErrorFigures | None = None
     score: float | None = None
+    audit_score: float | None = None
     repeatable: bool | None = None
     weights_changed: bool = False
     cases: tuple[str, ...] = ()

@@ -24,6 +24,10 @@ from autosel.core import AccuracyClass, Activation, CanonicalExperts, QuantWeigh
 from autosel.dtypes import torch_dtype
 from autosel.reference import checked_input, exact_arithmetic, routed_parts
 
+#: Ways to round weights that repeat in every call: the weights themselves, their scales cast to
+#: the act dtype, zero points times scales folded into one number.
+SYSTEMATIC = ("weights", "scales", "zeros")
+
 #: Largest code of a symmetric 8-bit activation.
 INT8_MAX = 127.0
 
@@ -112,8 +116,10 @@ def judge(
     overflows = torch.zeros(len(x), dtype=torch.bool, device=x.device)  # [M]
     with exact_arithmetic(x.device):
         for part in routed_parts(x, experts, routing, expert_map):
-            first = _Gemm(experts.w13, part.expert, part.w13(dtype), problem.act_dtype, rounding)
-            second = _Gemm(experts.w2, part.expert, part.w2(dtype), problem.act_dtype, rounding)
+            first = NoisyGemm(
+                experts.w13, part.expert, part.w13(dtype), problem.act_dtype, rounding
+            )
+            second = NoisyGemm(experts.w2, part.expert, part.w2(dtype), problem.act_dtype, rounding)
             for tokens, weights in part.rows():
                 weight = weights.to(dtype).unsqueeze(1)  # [R, 1]
                 rows, entering = x[tokens], torch.zeros_like(x[tokens])  # [R, H]
@@ -121,7 +127,7 @@ def judge(
                     rows = rows * weight
                     entering = rounding.variance(rows)
                 h = first.outputs(rows)  # [R, s*I]
-                a, slope = _activate(h, problem.activation)  # [R, I], [R, s*I]
+                a, slope = activation_slope(h, problem.activation)  # [R, I], [R, s*I]
                 y = second.outputs(a)  # [R, H]
                 peak = torch.stack([t.abs().amax(dim=-1) for t in (h, a, y)]).amax(dim=0)  # [R]
                 overflows[tokens] |= peak > largest
@@ -141,8 +147,8 @@ def judge(
     return Judged(total, dict(zip(accuracies, scales, strict=True)), overflows)
 
 
-class _Gemm:
-    """One expert's GEMM on values that carry a variance."""
+class NoisyGemm:
+    """One expert's GEMM on values that carry a variance, with the rounding of its own."""
 
     def __init__(
         self,
@@ -157,17 +163,39 @@ class _Gemm:
         self.square = weight.square()  # [N, K]
         dtype = weight.dtype
         self.bias = None if source.bias is None else source.bias[expert].to(dtype)  # [N]
+        act = torch_dtype(act_dtype)
+        scales = source.scales[expert].to(dtype)  # [N, G]
+        self.groups = group_index(source, expert)  # [K]
         # Codes take 16 or 256 values only, so roundings of weights repeat along a row and do not
         # average out when the inputs share a sign: their effect is taken as it is.
-        rounded = weight.to(torch_dtype(act_dtype)).to(dtype)
-        self.weight_error = torch.where(rounded.isfinite(), rounded - weight, 0.0)  # [N, K]
-        self.casts_scales = source.scheme.scale_dtype != act_dtype
+        self.weight_error = _rounding_error(weight, act)  # [N, K]
+        self.scale_error: torch.Tensor | None = None
+        if source.scheme.scale_dtype != act_dtype:
+            cast = _rounding_error(scales, act) / torch.where(scales == 0, 1.0, scales)
+            self.scale_error = weight * cast[:, self.groups]  # [N, K]
         self.zero_terms: torch.Tensor | None = None
         if source.zero_points is not None:
             # A kernel may fold ``z * S`` into one rounded number a group.
             distance = expert_zeros(source, expert).to(dtype) - source.scheme.implicit_zero
-            self.zero_terms = (distance * source.scales[expert].to(dtype)).square()  # [N, G]
-            self.groups = group_index(source, expert)  # [K]
+            self.zero_terms = distance * scales  # [N, G]
+            self.zero_error = _rounding_error(self.zero_terms, act)  # [N, G]
+
+    def systematic(self, kind: str, rows: torch.Tensor) -> torch.Tensor | None:
+        """Error ``[R, N]`` that one way of rounding weights has on ``rows``, the same every time.
+
+        ``kind`` is one of :data:`SYSTEMATIC`; None where these weights have nothing of it.
+        """
+        if kind == "weights":
+            return rows @ self.weight_error.T
+        if kind == "scales":
+            return None if self.scale_error is None else rows @ self.scale_error.T
+        return None if self.zero_terms is None else self._grouped(rows) @ self.zero_error.T
+
+    def _grouped(self, rows: torch.Tensor) -> torch.Tensor:
+        """Sum of the inputs of each group: ``[R, G]``."""
+        count = int(self.zero_terms.shape[1]) if self.zero_terms is not None else 0
+        grouped = torch.zeros(len(rows), count, dtype=rows.dtype, device=rows.device)
+        return grouped.index_add_(1, self.groups, rows)
 
     def outputs(self, rows: torch.Tensor) -> torch.Tensor:
         """``[R, K]`` to ``[R, N]``, with the bias."""
@@ -190,17 +218,20 @@ class _Gemm:
         # A running float32 sum of K terms has on average half of them in it.
         inside = rows.shape[-1] / 2 * torch.finfo(torch.float32).eps ** 2 / 12
         own = (unit + inside) * spread + (rows @ self.weight_error.T).square()
-        if self.casts_scales:
+        if self.scale_error is not None:
             own = own + unit * (spread + y.square())
         if self.zero_terms is not None:
-            grouped = torch.zeros(
-                len(rows), self.zero_terms.shape[1], dtype=rows.dtype, device=rows.device
-            ).index_add_(1, self.groups, rows)  # [R, G] sum of x over each group
-            own = own + unit * grouped.square() @ self.zero_terms.T
+            own = own + unit * self._grouped(rows).square() @ self.zero_terms.square().T
         return own + self.rounding.variance(y)
 
 
-def _activate(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounding_error(values: torch.Tensor, act_dtype: torch.dtype) -> torch.Tensor:
+    """What rounding to the act dtype does; 0 where it would overflow, which is no rounding."""
+    rounded = values.to(act_dtype).to(values.dtype)
+    return torch.where(rounded.isfinite(), rounded - values, 0.0)
+
+
+def activation_slope(h: torch.Tensor, activation: Activation) -> tuple[torch.Tensor, torch.Tensor]:
     """``act(h)`` ``[R, I]`` and the slope of its one output by each element of h ``[R, s*I]``."""
     with torch.enable_grad():
         h = h.detach().requires_grad_()

@@ -7,14 +7,16 @@ from dataclasses import fields, replace
 
 import torch
 
-from autosel.compare import LIMITS, Limits, Verdict, compare
-from autosel.core import AccuracyClass, ErrorFigures, Params, Problem, Routing
+from autosel.audit import audit
+from autosel.compare import AUDIT_LIMIT, LIMITS, Limits, Verdict, compare
+from autosel.core import AccuracyClass, CanonicalExperts, ErrorFigures, Params, Problem, Routing
 from autosel.dispatch import apply
 from autosel.errors import AutoselError, field_error
 from autosel.interfaces import Backend, PackedExperts
 from autosel.verify_cases import TOKEN_COUNTS, Case, make_cases
 
 __all__ = [
+    "AUDIT_LIMIT",
     "LIMITS",
     "TOKEN_COUNTS",
     "Case",
@@ -40,6 +42,7 @@ def verify_candidate(
     params: Params,
     cases: Sequence[Case],
     *,
+    experts: CanonicalExperts | None = None,
     accuracy: AccuracyClass | None = None,
     repeats: int = 2,
 ) -> Verdict:
@@ -50,11 +53,15 @@ def verify_candidate(
     output, a change of the activations or of the packed weights, an exception. The figures of
     an ok are the worst over all cases.
 
-    ``accuracy`` defaults to the class that the backend declares for ``params``.
+    experts   the weights that were packed: with them, the outputs of all cases together are also
+              audited for single wrong weights (:mod:`autosel.audit`), one more pass over them
+    accuracy  defaults to the class that the backend declares for ``params``
     """
     accuracy = backend.accuracy(params) if accuracy is None else accuracy
     before = {name: fingerprint(tensor) for name, tensor in packed.tensors.items()}
-    verdict = _run_cases(backend, packed, params, cases, accuracy, repeats)
+    verdict, outputs = _run_cases(backend, packed, params, cases, accuracy, repeats)
+    if verdict and experts is not None:
+        verdict = _audited(verdict, experts, cases, outputs, accuracy)
     changed = [name for name, t in packed.tensors.items() if fingerprint(t) != before[name]]
     if changed:
         reason = f"it changed its packed weights: {', '.join(changed)}"
@@ -71,22 +78,61 @@ def _run_cases(
     cases: Sequence[Case],
     accuracy: AccuracyClass,
     repeats: int,
-) -> Verdict:
-    done: list[str] = []
+) -> tuple[Verdict, list[torch.Tensor]]:
+    """The verdict over all cases, and the first output of each while they were right."""
+    outputs: list[torch.Tensor] = []
     total = Verdict("ok", repeatable=None if repeats < 2 else True)
     for case in cases:
-        done.append(case.name)
-        first: torch.Tensor | None = None
-        for _ in range(repeats):
+        for turn in range(repeats):
             verdict, out = _run_once(backend, packed, params, case, accuracy)
             if not verdict:
-                reason = f"{case.name}: {verdict.reason}"
-                return replace(verdict, reason=reason, cases=tuple(done))
-            if first is not None and not _same_bits(first, out):
-                total = replace(total, repeatable=False)
-            first = out
+                done = tuple(c.name for c in cases[: len(outputs) + (turn == 0)])
+                return replace(
+                    verdict, reason=f"{case.name}: {verdict.reason}", cases=done
+                ), outputs
             total = _worst(total, verdict)
-    return replace(total, cases=tuple(done))
+            if turn == 0:
+                outputs.append(out)
+            elif not _same_bits(outputs[-1], out):
+                total = replace(total, repeatable=False)
+    return replace(total, cases=tuple(case.name for case in cases)), outputs
+
+
+def _audited(
+    verdict: Verdict,
+    experts: CanonicalExperts,
+    cases: Sequence[Case],
+    outputs: Sequence[torch.Tensor],
+    accuracy: AccuracyClass,
+) -> Verdict:
+    used = [(c, out) for c, out in zip(cases, outputs, strict=True) if c.independent]
+    if not used:
+        return verdict
+    suspect = audit(
+        torch.cat([c.x for c, _ in used]),
+        experts,
+        Routing(
+            torch.cat([c.routing.topk_ids for c, _ in used]),
+            torch.cat([c.routing.topk_weights for c, _ in used]),
+        ),
+        torch.cat([out.to(c.judged.reference.dtype) - c.judged.reference for c, out in used]),
+        torch.cat([c.judged.scales[accuracy] for c, _ in used]),
+        expert_map=used[0][0].expert_map,
+        accuracy=accuracy,
+        dtype=used[0][0].judged.reference.dtype,
+    )
+    if suspect is None:
+        return verdict
+    verdict = replace(verdict, audit_score=suspect.score)
+    if not suspect.guilty:
+        return verdict
+    reason = field_error(
+        f"audit: {suspect}",
+        "evidence of a wrong weight",
+        f"{suspect.score:.3g}",
+        f"at most {AUDIT_LIMIT:g}",
+    )
+    return replace(verdict, status="wrong", reason=reason, score=suspect.score / AUDIT_LIMIT)
 
 
 def _run_once(

@@ -23,13 +23,17 @@ ROWS_PER_EXPERT = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
-    """One judged call: ``x`` ``[M, H]`` in the act dtype, GLOBAL routing and what is right."""
+    """One judged call: ``x`` ``[M, H]`` in the act dtype, GLOBAL routing and what is right.
+
+    ``independent`` says that the tokens differ, so that their rounding errors do too.
+    """
 
     name: str
     x: torch.Tensor
     routing: Routing
     expert_map: torch.Tensor | None
     judged: Judged
+    independent: bool = True
 
 
 def make_cases(
@@ -55,7 +59,7 @@ def make_cases(
     whole = problem.num_local_experts == problem.num_experts
     expert_map = None if whole else local_map(problem, rank, device=device)
     plan = _Plan(problem, seed, rank, max(token_counts, default=1))
-    named = [(f"uniform M={m}", plan.made_up("uniform", m)) for m in token_counts]
+    named = [(f"uniform M={m}", plan.made_up("uniform", m, m)) for m in token_counts]
     named += [
         (f"{kind} M={plan.num_tokens}", plan.made_up(kind, plan.num_tokens))
         for kind in routings
@@ -63,7 +67,10 @@ def make_cases(
     ]
     named += [(name, make(plan)) for name, make in SPECIAL.items()]
     size = activation_size(experts)
-    xs = [plan.activations(r.num_tokens, size, name).to(device) for name, r in named]
+    xs = [
+        plan.activations(r.num_tokens, size, name, index).to(device)
+        for index, (name, r) in enumerate(named)
+    ]
     routed = [Routing(r.topk_ids.to(device), r.topk_weights.to(device)) for _, r in named]
     if dtype is None:
         dtype = torch.float64 if problem.act_dtype == "float32" else torch.float32
@@ -75,7 +82,7 @@ def make_cases(
     )
     parts = judged.split(len(x) for x in xs)
     return [
-        Case(name, x, routing, expert_map, part)
+        Case(name, x, routing, expert_map, part, independent=name != IDENTICAL)
         for (name, _), x, routing, part in zip(named, xs, routed, parts, strict=True)
     ]
 
@@ -89,12 +96,13 @@ class _Plan:
     rank: int
     num_tokens: int
 
-    def made_up(self, kind: str, num_tokens: int) -> Routing:
-        return make_routing(kind, num_tokens, self.problem, seed=self.seed, rank=self.rank)
+    def made_up(self, kind: str, num_tokens: int, offset: int = 0) -> Routing:
+        seed = self.seed + offset
+        return make_routing(kind, num_tokens, self.problem, seed=seed, rank=self.rank)
 
-    def activations(self, num_tokens: int, size: float, name: str) -> torch.Tensor:
-        """Normal numbers times ``size``, ``[M, H]`` in the act dtype, some channels ten times."""
-        generator = torch.Generator().manual_seed(self.seed + 1)
+    def activations(self, num_tokens: int, size: float, name: str, index: int) -> torch.Tensor:
+        """Normal numbers times ``size``, ``[M, H]`` in the act dtype, others for each case."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + index)
         x = torch.randn(num_tokens, self.problem.hidden_size, generator=generator)
         if name == IDENTICAL:
             x = x[:1].expand_as(x).clone()
