@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from functools import lru_cache
 from typing import Any, get_args
 
 from autosel import stats
@@ -80,6 +81,7 @@ def versions_text(device: Device) -> str:
     return to_json({"driver": device.driver, "packages": dict(device.versions)})
 
 
+@lru_cache(maxsize=1024)
 def device_from_texts(device: str, versions: str) -> Device:
     software = json.loads(versions)
     return Device.from_dict(
@@ -87,6 +89,8 @@ def device_from_texts(device: str, versions: str) -> Device:
     )
 
 
+# Many rows are about few layers and devices, which are frozen and may be shared.
+@lru_cache(maxsize=4096)
 def problem_from_text(text: str) -> Problem:
     return Problem.from_dict(json.loads(text))
 
@@ -105,27 +109,36 @@ def candidate_from_dict(data: Mapping[str, Any]) -> Candidate:
 
 def check_measurement(m: Measurement) -> None:
     """StoreError unless ``m`` can be stored and read back without misleading anybody."""
-    where = f"measurement of {m.candidate.key} at {m.num_tokens} tokens"
-    if m.status not in get_args(Status):
-        expected = "one of " + ", ".join(get_args(Status))
-        raise StoreError(field_error(where, "status", repr(m.status), expected))
+    fault = _fault(m)
+    if fault is not None:
+        where = f"measurement of {m.candidate.key} at {m.num_tokens} tokens"
+        raise StoreError(field_error(where, *fault))
+
+
+def _fault(m: Measurement) -> tuple[str, object, object] | None:
+    """What is wrong with ``m``: the field, what was found and what was expected."""
+    if m.status not in _STATUSES:
+        return "status", repr(m.status), "one of " + ", ".join(_STATUSES)
     if m.num_tokens < 1:
-        raise StoreError(field_error(where, "num_tokens", m.num_tokens, "at least 1"))
+        return "num_tokens", m.num_tokens, "at least 1"
     if m.status == "ok" and not m.times_us:
-        raise StoreError(field_error(where, "times_us", "no sample", "at least 1 when ok"))
+        return "times_us", "no sample", "at least 1 when ok"
     if m.status != "ok" and not m.reason:
-        raise StoreError(field_error(where, "reason", "nothing", f"why it is {m.status}"))
+        return "reason", "nothing", f"why it is {m.status}"
     for time_us in m.times_us:
-        if not (math.isfinite(time_us) and time_us > 0):
-            raise StoreError(field_error(where, "times_us", time_us, "finite and above 0"))
-    figures = asdict(m.errors) if m.errors else {}
-    for name, value in {
-        **figures,
-        "pack_ms": m.pack_ms,
-        "first_call_ms": m.first_call_ms,
-    }.items():
+        if not 0 < time_us < math.inf:
+            return "times_us", time_us, "finite and above 0"
+    numbers = {"pack_ms": m.pack_ms, "first_call_ms": m.first_call_ms}
+    if m.errors is not None:
+        numbers |= {name: getattr(m.errors, name) for name in _FIGURES}
+    for name, value in numbers.items():
         if value is not None and not math.isfinite(value):
-            raise StoreError(field_error(where, name, value, "a finite number or nothing"))
+            return name, value, "a finite number or nothing"
+    return None
+
+
+_STATUSES = get_args(Status)
+_FIGURES = tuple(field.name for field in fields(ErrorFigures))
 
 
 def rejected_from_dict(data: Mapping[str, Any]) -> Rejected:
@@ -144,8 +157,9 @@ def errors_from_text(text: str | None) -> ErrorFigures | None:
 
 def measurement_dict(m: Measurement) -> dict[str, Any]:
     """JSON-able form for people and other programs; times are null where nothing was timed."""
-    quantile = stats.ranking_quantile(m.device.kind)
-    usable = m.status == "ok" and bool(m.times_us)
+    summary = None
+    if m.status == "ok" and m.times_us:
+        summary = stats.summarize(m.times_us, stats.ranking_quantile(m.device.kind))
     return {
         "problem": m.problem.to_dict(),
         "problem_key": m.problem.key,
@@ -157,8 +171,8 @@ def measurement_dict(m: Measurement) -> dict[str, Any]:
         "status": m.status,
         "accuracy": m.accuracy,
         "reason": m.reason,
-        "summary_us": asdict(stats.summarize(m.times_us, quantile)) if usable else None,
-        "time_us": stats.summarize(m.times_us, quantile).estimate_us if usable else None,
+        "summary_us": asdict(summary) if summary else None,
+        "time_us": summary.estimate_us if summary else None,
         "times_us": list(m.times_us) if m.times_us else None,
         "errors": asdict(m.errors) if m.errors else None,
         "pack_ms": m.pack_ms,

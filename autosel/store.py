@@ -231,7 +231,7 @@ class Store:
             f"SELECT {rows.NAMES}, x.routing, count(x.decided) AS decisions,"
             " max(x.created) AS newest, json_group_array(DISTINCT x.tokens) AS tokens FROM ("
             "  SELECT problem_id, device_id, versions_id, routing, created,"
-            "         num_tokens AS tokens, NULL AS decided FROM latest_measurements"
+            "         num_tokens AS tokens, NULL AS decided FROM measurements"
             "  UNION ALL SELECT problem_id, device_id, versions_id, routing, created,"
             "         bucket_measured, 1 FROM decisions"
             f") AS x {rows.JOINS}"
