@@ -25,7 +25,14 @@ from autosel.formats import find_format
 from autosel.layer_planner import LayerPlanner
 from autosel.model_config import ModelConfig
 from autosel.moe_layer import LayerPlan, MoELayer, origin_of, read_tensor
-from autosel.sharding import expert_range, slice_outputs, tp_inputs, tp_outputs, tp_share
+from autosel.sharding import (
+    expert_range,
+    slice_outputs,
+    spell_out_order,
+    tp_inputs,
+    tp_outputs,
+    tp_share,
+)
 from autosel.stacking import Stack
 from autosel.tensor_index import TensorIndex, TensorReader
 
@@ -119,6 +126,8 @@ class Checkpoint:
                 parts = self._expert(plan, reader, expert, notes)
                 where = f"{plan.layer.name}.{expert}"
                 down = parts.pop("down")
+                if problem.w2.has_g_idx:
+                    down = spell_out_order(down)
                 _require_one_order(parts, where)
                 for number, part in enumerate(parts.values()):  # gate, up
                     w13.put(slot, number * rows, tp_outputs(part, tp_rank, tp_size), where)
@@ -166,7 +175,9 @@ class Checkpoint:
 
         A quantised router's weight is not read and not there. The rule is ``MoELayer.router``.
         """
-        names = self._plan(layer).names.router
+        plan = self._plan(layer)
+        names = plan.names.router
+        count = plan.layer.num_experts
         found: dict[str, torch.Tensor] = {}
         with self._index.reader() as reader:
             for key, spellings in (
@@ -175,9 +186,15 @@ class Checkpoint:
                 ("e_score_correction_bias", CORRECTION_BIASES),
             ):
                 name = next((names[s] for s in spellings if s in names), None)
-                if name is not None:
-                    tensor = reader.get(name).clone()
-                    found[key] = tensor if key == "weight" else tensor.flatten()
+                if name is None:
+                    continue
+                tensor = reader.get(name).clone()
+                tensor = tensor if key == "weight" else tensor.flatten()
+                if tensor.ndim != (2 if key == "weight" else 1) or len(tensor) != count:
+                    raise CheckpointError(
+                        field_error(name, "shape", list(tensor.shape), f"{count} experts first")
+                    )
+                found[key] = tensor
         return found
 
     def _plan(self, index: int) -> LayerPlan:

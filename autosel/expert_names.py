@@ -54,8 +54,8 @@ CORRECTION_BIASES = (
 )
 _ROUTER_PARTS = ("gate", "router", "moe_statics", "e_score_correction_bias", "expert_bias")
 
-_LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?:layers|blocks|h)\.(?P<layer>\d+)\.")
-_SINGLE = re.compile(r"^(?P<expert>\d+)\.(?P<proj>[a-z_0-9]+)\.(?P<suffix>\w+)$")
+_LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?:layers|blocks|h)\.(?P<layer>\d{1,9})\.")
+_SINGLE = re.compile(r"^(?P<expert>\d{1,9})\.(?P<proj>[a-z_0-9]+)\.(?P<suffix>\w+)$")
 _STACKED = re.compile(
     r"^(?P<proj>" + "|".join(sorted(PROJECTIONS, key=len, reverse=True)) + r")"
     r"(?:[._](?P<suffix>\w+))?$"

@@ -1,20 +1,18 @@
 """Plans how each MoE layer is read: which tensors, in which scheme, or why not.
 
-Planning reads headers, and of expert 0 the small tensors that decide the scheme (zero points,
-group index, bias). It never reads a packed weight.
+Planning reads headers, and of some experts the small tensors that decide the scheme. It never reads
+a packed weight.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from autosel.core import Problem, QuantScheme
 from autosel.errors import AutoselError, CheckpointError, field_error
 from autosel.expert_names import CORRECTION_BIASES, STANDARD, ExpertNames, LinearTensors
 from autosel.formats import all_formats
-from autosel.formats.base import Format, Header, LinearQuant, Probe, Rules, Verdict
+from autosel.formats.base import Format, Header, LinearQuant, Rules, Verdict
+from autosel.layer_scheme import build_problem
 from autosel.model_config import ModelConfig
 from autosel.moe_layer import (
     LayerPlan,
@@ -22,11 +20,9 @@ from autosel.moe_layer import (
     MoELayer,
     missing_projection,
     origin_of,
-    read_tensor,
+    who,
 )
 from autosel.tensor_index import TensorIndex, TensorReader
-
-_SCALE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class LayerPlanner:
@@ -68,7 +64,8 @@ class LayerPlanner:
             found = f"only {names.unknown[0]}" if names.unknown else "none beside the router"
             raise CheckpointError(field_error(names.parent, "experts", found, "known tensor names"))
         notes = list(base.notes)
-        reason = self._unquantized(names)
+        verdicts = {key: self._verdict(names, key) for key in names.linears}
+        reason = self._unquantized(names, verdicts)
         if reason is not None:
             return replace(base, status="unquantized", reason=reason)
         fmt, rules = self._format, self._rules
@@ -78,10 +75,13 @@ class LayerPlanner:
             )
         self._require_packed(names, fmt)
         self._require_complete(names)
-        quants = {key: self._quant(names, key, rules, notes) for key in names.linears}
+        quants = {
+            key: self._quant(linear, verdicts[key], rules, notes)
+            for key, linear in names.linears.items()
+        }
         plan.sources = self._sources(names, fmt, quants)
         # From here on every projection can be dequantised; what follows is about stacking them.
-        problem = self._problem(plan, fmt, reader, notes)
+        problem = build_problem(plan, fmt, self._config, self._index, reader, notes)
         return replace(base, status="quantized", problem=problem, notes=tuple(notes))
 
     def _router_notes(self, names: ExpertNames) -> tuple[str, ...]:
@@ -90,40 +90,44 @@ class LayerPlanner:
                 return (f"{names.parent}: the router is quantised; it is not read",)
         return ()
 
-    def _unquantized(self, names: ExpertNames) -> str | None:
+    def _unquantized(
+        self, names: ExpertNames, verdicts: dict[tuple[int | None, str], Verdict]
+    ) -> str | None:
         """Why the whole layer counts as not quantised, or None."""
-        verdicts = []
-        for key in names.linears:
-            found = self._verdicts(names, key)
-            verdicts.append(next((v for v in found if v.kind == "excluded"), None))
-        packed = [lin for lin in names.linears.values() if self._weights & lin.names.keys()]
-        plain = [lin for lin in names.linears.values() if self._is_plain(lin)]
-        if all(verdict is not None for verdict in verdicts):
-            assert verdicts[0] is not None
-            extra = (
-                ""
-                if not packed
-                else (
-                    f"; the files hold packed weights for it all the same ({packed[0].module}), "
-                    "which are not read"
-                )
+        linears = names.linears.values()
+        if all(verdict.kind == "excluded" for verdict in verdicts.values()):
+            reason = next(iter(verdicts.values())).reason
+            packed = next((lin for lin in linears if self._weights & lin.names.keys()), None)
+            if packed is None:
+                return reason
+            return (
+                f"{reason}; the files hold packed weights for it all the same ({packed.module}), "
+                "which are not read"
             )
-            return verdicts[0].reason + extra
-        if len(plain) == len(names.linears):
+        plain = [lin for lin in linears if self._is_plain(lin)]
+        if len(plain) == len(linears):
             dtype = self._index.tensors[plain[0].names["weight"]].dtype
             return f"all its weights are stored as {dtype}"
         return None
 
-    def _verdicts(self, names: ExpertNames, key: tuple[int | None, str]) -> list[Verdict]:
+    def _verdict(self, names: ExpertNames, key: tuple[int | None, str]) -> Verdict:
         """What the config says of a linear; a stacked one is also known by its children's names."""
         if self._rules is None:
-            return []
+            return Verdict("untargeted", reason="there is no quantization_config")
         expert, projection = key
-        modules = [names.linears[key].module]
-        if expert is None:
-            parts = ("gate", "up") if projection == "gate_up" else (projection,)
-            modules += [f"{names.module}.0.{STANDARD[part]}" for part in parts]
-        return [self._rules.verdict(module) for module in modules]
+        verdict = self._rules.verdict(names.linears[key].module)
+        if expert is not None:
+            return verdict
+        parts = ("gate", "up") if projection == "gate_up" else (projection,)
+        children = [self._rules.verdict(f"{names.module}.0.{STANDARD[part]}") for part in parts]
+        found = [v for v in (verdict, *children) if v.kind != "untargeted"]
+        excluded = next((v for v in found if v.kind == "excluded"), None)
+        if excluded is not None or not found:
+            return excluded or verdict
+        if len({v.quant for v in found}) > 1:
+            schemes = " and ".join(str(v.quant) for v in found)
+            return Verdict("refused", reason=f"rules differ for parts of one tensor: {schemes}")
+        return found[0]
 
     def _is_plain(self, linear: LinearTensors) -> bool:
         name = linear.names.get("weight")
@@ -142,7 +146,7 @@ class LayerPlanner:
             raise CheckpointError(
                 field_error(
                     f"{info.file}: {info.name}",
-                    _who(names, expert, projection),
+                    who(names, expert, projection),
                     f"{'unquantised' if name == 'weight' else 'no packed'} weight "
                     f"({info.dtype} {list(info.shape)})",
                     f"{linear.module}.{fmt.weight}",
@@ -198,12 +202,10 @@ class LayerPlanner:
             )
 
     def _quant(
-        self, names: ExpertNames, key: tuple[int | None, str], rules: Rules, notes: list[str]
+        self, linear: LinearTensors, verdict: Verdict, rules: Rules, notes: list[str]
     ) -> LinearQuant:
-        verdict = self._verdicts(names, key)[0]
-        linear = names.linears[key]
         if verdict.kind == "excluded":
-            note = f"{names.module}: partly {verdict.reason}, but packed like the rest; it is read"
+            note = f"{verdict.reason}, which names a part of the layer; it is packed and is read"
             if note not in notes:
                 notes.append(note)
             verdict = rules.verdict(linear.module, exclusions=False)
@@ -226,6 +228,10 @@ class LayerPlanner:
         width = fmt.num_outputs(quants[first], shape)
         if first[1] == "gate_up":
             width //= 2
+        if width < 1:
+            raise CheckpointError(
+                field_error(names.linears[first].module, "intermediate size", width, "at least 1")
+            )
         stated = self._config.intermediate_size
         if stated is not None and stated != width:
             raise CheckpointError(
@@ -273,105 +279,6 @@ class LayerPlanner:
             found[suffix] = (info.dtype, shape)
         return found
 
-    def _problem(
-        self, plan: LayerPlan, fmt: Format, reader: TensorReader, notes: list[str]
-    ) -> Problem:
-        config = self._config
-        dtypes = {}
-        for half in ("w13", "w2"):
-            chosen = {k: s for k, s in plan.sources.items() if (k[1] == "down") == (half == "w2")}
-            dtypes[half] = self._require_alike(plan.names, fmt, chosen)
-        probes = {p: self._probe(plan, fmt, reader, p, notes) for p in plan.projections}
-        if "gate" in probes and not _same_order(probes["gate"], probes["up"]):
-            raise CheckpointError(
-                field_error(
-                    f"{plan.names.module}.0",
-                    "group index of gate and up",
-                    "different",
-                    "equal (they share one stacked matrix)",
-                )
-            )
-        schemes = {}
-        members: dict[str, tuple[str, ...]] = {"w13": ("gate", "up"), "w2": ("down",)}
-        for half, projections in members.items():
-            here = [probes[p] for p in projections if p in probes]
-            quant = plan.source(0, projections[-1]).quant
-            schemes[half] = QuantScheme(
-                quant.num_bits,
-                quant.group_size,
-                all(probe.zero_points is None for probe in here),
-                any(probe.g_idx is not None for probe in here),
-                dtypes[half],
-            )
-        down = plan.source(0, "down")
-        return Problem(
-            num_experts=config.num_experts,
-            num_local_experts=config.num_experts,
-            top_k=config.top_k,
-            hidden_size=config.hidden_size,
-            intermediate_size=down.num_inputs,
-            w13=schemes["w13"],
-            w2=schemes["w2"],
-            activation=config.activation(),
-            act_dtype=config.act_dtype(dtypes["w13"]),
-            has_bias=any(probe.bias is not None for probe in probes.values()),
-            router_weight_on_input=config.router_weight_on_input,
-        )
-
-    def _require_alike(
-        self, names: ExpertNames, fmt: Format, sources: dict[tuple[int | None, str], LinearSource]
-    ) -> str:
-        """One width, group size and scale dtype; returns the dtype."""
-        first: tuple[object, ...] | None = None
-        first_key: tuple[int | None, str] = (None, "")
-        for key, source in sources.items():
-            dtype = self._index.tensors[source.tensors.names[fmt.scales]].dtype
-            facts = (source.quant.num_bits, source.quant.group_size, _SCALE_NAMES[dtype])
-            if first is None:
-                first, first_key = facts, key
-            elif facts != first:
-                raise CheckpointError(
-                    field_error(
-                        source.tensors.module,
-                        "bits, group_size, scale dtype",
-                        ", ".join(map(str, facts)),
-                        f"{', '.join(map(str, first))} as in {_who(names, *first_key)}",
-                    )
-                )
-        assert first is not None
-        return str(first[2])
-
-    def _probe(
-        self,
-        plan: LayerPlan,
-        fmt: Format,
-        reader: TensorReader,
-        projection: str,
-        notes: list[str],
-    ) -> Probe:
-        source = plan.source(0, projection)
-        origin = origin_of(self._index, source.tensors, 0)
-        small = (fmt.zeros, fmt.g_idx, "bias", *fmt.others)
-        tensors = {
-            suffix: read_tensor(reader, source.tensors, suffix, 0)
-            for suffix in small
-            if suffix in source.tensors.names
-        }
-        probe = fmt.probe(tensors, source.quant, source.num_outputs, source.num_inputs, origin)
-        notes += [note for note in origin.notes if note not in notes]
-        return probe
-
-
-def _same_order(left: Probe, right: Probe) -> bool:
-    if left.g_idx is None or right.g_idx is None:
-        return left.g_idx is right.g_idx
-    return torch.equal(left.g_idx, right.g_idx)
-
 
 def _corrects(names: ExpertNames) -> bool:
     return any(below in names.router for below in CORRECTION_BIASES)
-
-
-def _who(names: ExpertNames, expert: int | None, projection: str) -> str:
-    which = "all experts" if expert is None else f"expert {expert}"
-    return f"layer {names.layer}, {which}, {projection}"

@@ -9,13 +9,16 @@ from autosel.errors import ConfigError, field_error
 
 #: Prefix of a pattern in compressed-tensors' ``targets`` and ``ignore``.
 REGEX_PREFIX = "re:"
+#: Unbounded repeats in one pattern; those in use have three or four.
+MAX_REPEATS = 10
 
 
 def compile_pattern(pattern: str, where: str) -> re.Pattern[str]:
     """A pattern of a config; bad ones, and ones that could run for ever, raise ConfigError.
 
-    Configs come from outside and Python's matcher backtracks: a repeat inside a repeat, as in
-    ``(a+)+``, can take exponential time on a name that does not match, so it is refused.
+    Configs come from outside and Python's matcher backtracks. A repeat inside a repeat, as in
+    ``(a+)+``, can take exponential time on a name that does not match, and many repeats in a row
+    a high power of its length, so both are refused.
     """
     try:
         compiled = re.compile(pattern)
@@ -26,6 +29,13 @@ def compile_pattern(pattern: str, where: str) -> re.Pattern[str]:
     if _repeats_a_repeat(pattern):
         raise ConfigError(
             field_error(where, f"pattern {pattern!r}", "a repeat inside a repeat", "none")
+        )
+    repeats = len(re.findall(r"(?<!\\)[*+]", pattern))
+    if repeats > MAX_REPEATS:
+        raise ConfigError(
+            field_error(
+                where, f"pattern {pattern!r}", f"{repeats} repeats", f"at most {MAX_REPEATS}"
+            )
         )
     return compiled
 
@@ -76,6 +86,7 @@ class NameList:
 
     def __init__(self, entries: Iterable[str], where: str) -> None:
         self._names: set[str] = set()
+        self._covers: dict[str, str | None] = {}
         self._patterns: list[tuple[str, re.Pattern[str]]] = []
         for entry in entries:
             if entry.startswith(REGEX_PREFIX):
@@ -84,11 +95,22 @@ class NameList:
             else:
                 self._names.add(entry.rstrip("."))
 
+    def _cover(self, module: str) -> str | None:
+        """The module or parent of it that is in the list; parents, which many share, are kept."""
+        if module in self._names:
+            return module
+        parent = module.rpartition(".")[0]
+        if not parent:
+            return None
+        if parent not in self._covers:
+            self._covers[parent] = self._cover(parent)
+        return self._covers[parent]
+
     def match(self, module: str) -> str | None:
         """The entry that names this module or one of its parents, or None."""
-        for name in ancestors(module):
-            if name in self._names:
-                return name
+        covered = self._cover(module)
+        if covered is not None:
+            return covered
         for entry, pattern in self._patterns:
             if pattern.match(module):
                 return entry

@@ -94,3 +94,9 @@ def missing_projection(names: ExpertNames, expert: int, projection: str) -> str:
     return field_error(
         f"{names.module}.{expert}", f"{projection} projection", "no tensor", "a packed weight"
     )
+
+
+def who(names: ExpertNames, expert: int | None, projection: str) -> str:
+    """A projection in words, for messages."""
+    which = "all experts" if expert is None else f"expert {expert}"
+    return f"layer {names.layer}, {which}, {projection}"

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from autosel.canonical import group_index
 from autosel.core import CanonicalExperts, QuantWeight
 from autosel.errors import UnsupportedError, field_error
 from autosel.packing import pack_last, unpack_last
@@ -113,6 +114,18 @@ def tp_inputs(weight: QuantWeight, rank: int, size: int) -> QuantWeight:
         zero_points=None if zeros is None else zeros[..., groups.to(zeros.device)],
         bias=bias,
     )
+
+
+def spell_out_order(weight: QuantWeight) -> QuantWeight:
+    """The same weight with its group index, also where that is just ``k // group_size``.
+
+    Cut with it, the weight keeps all scales, like the experts of its layer that have an order.
+    """
+    if weight.g_idx is not None:
+        return weight
+    rows = [group_index(weight, expert).to(torch.int32) for expert in range(weight.num_experts)]
+    scheme = replace(weight.scheme, has_g_idx=True)
+    return replace(weight, scheme=scheme, g_idx=torch.stack(rows))
 
 
 def slice_outputs(weight: QuantWeight, start: int, count: int) -> QuantWeight:

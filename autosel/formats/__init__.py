@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import warnings
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING
@@ -28,7 +29,11 @@ def all_formats() -> tuple[Format, ...]:
         for info in pkgutil.iter_modules(__path__)
     )
     found: list[Format] = [module.FORMAT for module in modules if hasattr(module, "FORMAT")]
-    found += [entry.load() for entry in entry_points(group=ENTRY_POINT_GROUP)]
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        try:
+            found.append(entry.load())
+        except Exception as exc:  # another package's fault must not stop the built-in formats
+            warnings.warn(f"format {entry.name!r} ({entry.value}): {exc}", stacklevel=2)
     return tuple(found)
 
 

@@ -36,7 +36,7 @@ from autosel.formats.base import (
 )
 from autosel.formats.gptq import checked_group_size
 from autosel.json_file import Section
-from autosel.module_rules import REGEX_PREFIX, NameList, ancestors, compile_pattern
+from autosel.module_rules import REGEX_PREFIX, NameList, compile_pattern
 from autosel.packing import unpack_last
 
 PACKED = "pack-quantized"
@@ -103,12 +103,11 @@ class CompressedTensorsRules(Rules):
             return Verdict("excluded", reason=f"excluded by ignore {entry!r}")
         # A target without a dot is a class name or the name of a top-level module. Which class a
         # module has is not in the files; a linear's experts are Linear, the one class in use.
-        parents = set(ancestors(module))
         for target in self._targets:
             if target.pattern is not None:
                 hit = target.pattern.match(module) is not None
             else:
-                hit = target.text in parents or target.text == "Linear"
+                hit = target.text == "Linear" or f"{module}.".startswith(f"{target.text}.")
             if hit:
                 return target.verdict
         return Verdict("untargeted", reason="no config group targets it")

@@ -231,7 +231,7 @@ def test_a_skip_list_that_hits_packed_experts_by_accident_is_settled_by_the_file
     folder = make(tmp_path, fmt="awq", quant={"modules_to_not_convert": ["gate"]})
     layer = Checkpoint.open(folder).layers[0]
     assert layer.status == "quantized"
-    assert "packed like the rest" in layer.notes[0]
+    assert "it is packed and is read" in layer.notes[0]
 
 
 def test_per_channel_in_both_spellings(tmp_path: Path) -> None:

@@ -459,8 +459,10 @@ def test_shapes_that_contradict_the_config(tmp_path: Path) -> None:
     assert "128" in layer.reason
     layer = only_layer(make_checkpoint(tmp_path / "b", config={"moe_intermediate_size": 48}))
     assert "intermediate size: found 32, expected 48" in layer.reason
-    # 384 inputs with all 24 scale rows of 768: the size of a group is never worked out from shapes
-    folder = make_checkpoint(tmp_path / "c", hidden=64, inter=384, group_size=16, quant={"group_size": 32})
+    # 384 inputs with all 24 scale rows of 768: a group's size is no matter of shapes
+    folder = make_checkpoint(
+        tmp_path / "c", hidden=64, inter=384, group_size=16, quant={"group_size": 32}
+    )
     layer = only_layer(folder)
     assert "found F16 [24, 64], expected F16/BF16/F32 [12, 64]" in layer.reason
 
@@ -536,3 +538,46 @@ def test_act_dtype_can_be_chosen(tmp_path: Path) -> None:
     experts = Checkpoint.open(make_checkpoint(tmp_path)).read_experts(0, act_dtype="bfloat16")
     assert experts.problem.act_dtype == "bfloat16"
     assert experts.w13.scales.dtype == torch.float16
+
+
+def test_hostile_numbers_and_sizes_are_no_traceback(tmp_path: Path) -> None:
+    made = Made()
+    made.tensors[f"{EXPERT}.{'9' * 5000}.up_proj.qweight"] = torch.zeros(1, 1, dtype=torch.int32)
+    made.tensors[f"model.layers.{'9' * 5000}.mlp.experts.0.up_proj.qweight"] = torch.zeros(1, 1)
+    assert Checkpoint.open(made.write(tmp_path / "numbers")).layers[0].status == "quantized"
+    made = Made(config={"moe_intermediate_size": None})
+    for name in list(made.tensors):
+        if ".experts." in name:
+            made.tensors[name] = made.tensors[name][:0]
+    layer = only_layer(made.write(tmp_path / "empty"))
+    assert layer.status == "refused"
+
+
+def test_granite_keeps_its_experts_beside_the_router(tmp_path: Path) -> None:
+    made = Made(config={"model_type": "granitemoe", "intermediate_size": 32})
+    del made.config["moe_intermediate_size"]
+    made.stack(True)
+    rename(made, ".mlp.experts.gate_up_proj.", ".block_sparse_moe.input_linear.")
+    rename(made, ".mlp.experts.down_proj.", ".block_sparse_moe.output_linear.")
+    rename(made, ".mlp.gate.", ".block_sparse_moe.router.layer.")
+    folder = made.write(tmp_path)
+    layer = only_layer(folder)
+    assert layer.status == "quantized", layer.reason
+    assert Checkpoint.open(folder).router(0)["weight"].shape == (4, 64)
+    same_weights(folder, made)
+
+
+def test_a_router_of_another_width_is_refused(tmp_path: Path) -> None:
+    made = Made()
+    made.tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(5, 64)
+    with pytest.raises(CheckpointError, match=r"gate\.weight: shape: found \[5, 64\]"):
+        Checkpoint.open(made.write(tmp_path)).router(0)
+
+
+def test_a_stacked_layer_whose_children_have_other_rules(tmp_path: Path) -> None:
+    """The tensor has one width; which of two rules it follows is not guessed."""
+    made = Made(quant={"dynamic": {r".*experts\.\d+\.down_proj": {"bits": 8}}})
+    made.stack(False)
+    layer = only_layer(made.write(tmp_path))
+    assert layer.status == "refused"
+    assert "rules differ" in layer.reason
