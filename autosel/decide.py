@@ -119,6 +119,9 @@ def decide(
     allow_a8      whether 8-bit activations may win; otherwise the best one is only reported
     require       further conditions; who fails one is rejected with its reason
     """
+    if not (0 < confidence < 1 and epsilon >= 0):
+        found = f"confidence {confidence}, epsilon {epsilon}"
+        raise AutoselError(field_error("decide", "limits", found, "in (0, 1) and at least 0"))
     current = list({m.candidate: m for m in measurements}.values())
     _check_alike(current)
     first = current[0]

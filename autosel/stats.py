@@ -214,8 +214,19 @@ def _resample(table: Floats, count: int, quantile: float, seed: int) -> Floats:
         stop = min(start + rows, RESAMPLES)
         drawn = rng.integers(0, count, (stop - start, count))
         samples = table[:, drawn].transpose(1, 0, 2).reshape(stop - start, -1)  # [rows, samples]
-        replicas[start:stop] = np.quantile(samples, quantile, axis=1)
+        replicas[start:stop] = _row_quantiles(samples, quantile)
     return np.log(replicas)
+
+
+def _row_quantiles(table: Floats, quantile: float) -> Floats:
+    """``np.quantile(table, quantile, axis=1)``, sorting ``table`` in place: several times faster
+    for many short rows, and this is where deciding spends its time."""
+    table.sort(axis=1)
+    place = quantile * (table.shape[1] - 1)
+    below = int(place)
+    above = min(below + 1, table.shape[1] - 1)
+    lower: Floats = table[:, below]
+    return lower + (table[:, above] - lower) * (place - below)
 
 
 def compare(

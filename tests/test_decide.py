@@ -231,6 +231,14 @@ def test_equal_candidates_give_the_same_winner_in_twenty_tunings_and_say_tie(dev
         assert "tie" in result.why
 
 
+def test_many_equal_candidates_in_blocks_keep_their_winner():
+    rng = np.random.default_rng(3)
+    timed = (("blocks", "5,5,5,5,5"),)
+    for _ in range(20):
+        result = decide([measured(n, noisy(rng, 100, n=25), timing=timed) for n in "hgfedcba"])
+        assert (result.winner.backend, result.tie) == ("a", True)
+
+
 def test_equal_candidates_seldom_look_different_over_many_tunings():
     rng = np.random.default_rng(7)
     wins = sum(
@@ -375,6 +383,12 @@ def test_measurements_of_different_things_are_refused(other):
     with pytest.raises(AutoselError, match="decide: ") as caught:
         decide([measured("a", timing=(("cache", "cold"),)), other])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [{"confidence": 1.0}, {"confidence": 95}, {"epsilon": -0.1}])
+def test_limits_that_mean_nothing_are_refused(bad):
+    with pytest.raises(AutoselError, match="decide: limits"):
+        decide([measured("a")], **bad)
 
 
 def test_no_measurements_are_refused():

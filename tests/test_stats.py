@@ -200,6 +200,13 @@ def test_long_sample_lists_are_resampled_in_pieces(monkeypatch):
     np.testing.assert_array_equal(whole.replicas, pieces.replicas)
 
 
+@given(st.integers(1, 30), st.floats(0, 1))
+def test_quantiles_of_rows_are_numpys(columns, quantile):
+    table = np.random.default_rng(columns).random((7, columns))
+    expected = np.quantile(table, quantile, axis=1)
+    np.testing.assert_allclose(stats._row_quantiles(table, quantile), expected, rtol=1e-12)
+
+
 def test_a_comparison_is_fast():
     rng = np.random.default_rng(5)
     a, b = noisy(rng, 50), noisy(rng, 50)
