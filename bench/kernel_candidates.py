@@ -56,7 +56,7 @@ def _prefill(tok: int, classes: str, shape: Shape, **more: Any) -> Params:
     base = dict(path="prefill", tok=tok, classes=classes, near=4, up_bn=128, up_bk=64, up_stages=4,
                 up_warps=8, up_regs=128 if tok <= 128 else 0, down_bn=128, down_bk=64,
                 down_stages=4, down_warps=8, down_regs=128 if tok <= 128 else 0,
-                down_rt=1)  # fmt: skip
+                down_rt=1, up_late=0, down_late=0)  # fmt: skip
     if shape.inner == 256:
         base |= dict(down_rt=4)
     return base | more
@@ -140,11 +140,16 @@ def _prefill_variants(shape: Shape, base: Params, part: str) -> list[Params]:
     pre = part + "_"
     out = []
     k = shape.hidden if part == "up" else shape.inner
+    names = ("bn", "bk", "stages", "warps", "regs", "late")
     options = [
-        dict(bn=64, bk=64, stages=4, warps=4, regs=128), dict(bn=64, bk=64, stages=4, warps=4, regs=168),
-        dict(bn=128, bk=64, stages=4, warps=8, regs=0), dict(bn=128, bk=128, stages=4, warps=8, regs=128),
-        dict(bn=128, bk=64, stages=4, warps=4, regs=0), dict(bn=256, bk=64, stages=4, warps=8, regs=0),
-        dict(bn=128, bk=64, stages=8, warps=8, regs=128),
+        dict(zip(names, v, strict=True))
+        for v in (
+            (128, 64, 4, 8, 128, 1), (128, 64, 8, 8, 128, 0), (128, 64, 8, 8, 128, 1),
+            (128, 64, 6, 8, 128, 0), (128, 64, 6, 8, 128, 1), (128, 128, 4, 8, 128, 0),
+            (128, 128, 4, 8, 128, 1), (64, 64, 4, 4, 128, 0), (64, 64, 4, 4, 168, 1),
+            (64, 128, 4, 4, 168, 1), (128, 64, 4, 8, 0, 1), (64, 64, 8, 4, 128, 0),
+            (128, 64, 7, 8, 128, 0),
+        )
     ]  # fmt: skip
     for o in options:
         o = {pre + n: v for n, v in o.items()}
@@ -154,7 +159,7 @@ def _prefill_variants(shape: Shape, base: Params, part: str) -> list[Params]:
         if part == "down" and base["down_rt"] > 1:
             if steps != o[pre + "stages"]:
                 continue
-            for rt in (2, 7, 8, 14):
+            for rt in (4, 8):
                 if shape.hidden % (o["down_bn"] * rt) == 0:
                     out.append(base | o | dict(down_rt=rt))
         elif steps % o[pre + "stages"] == 0:

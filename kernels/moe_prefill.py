@@ -205,7 +205,7 @@ def _refill(wsm, ssm, xsm, ysm, wp, sp, xp, yp, xm, ym, group0, more, NEXT: gl.c
 def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.constexpr,
           NR: gl.constexpr, GROUP: gl.constexpr, UP: gl.constexpr, XDIV: gl.constexpr,
           T0: gl.constexpr, T1: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-          RT: gl.constexpr, STAGES: gl.constexpr, NW: gl.constexpr,
+          RT: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, NW: gl.constexpr,
           PDL: gl.constexpr):  # fmt: skip
     R: gl.constexpr = BN // 16
     C: gl.constexpr = BK // 64
@@ -215,9 +215,12 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
     JJ: gl.constexpr = 4 // JG
     NG: gl.constexpr = NC * JG  # groups in a step
     NIT: gl.constexpr = K // BK
-    AHEAD: gl.constexpr = STAGES - 2  # a slot is refilled two steps after its wgmma began
+    # A slot is refilled when its wgmma is known to be over: two steps later, or, if the step waits
+    # before it copies (LATE), one step later.
+    AHEAD: gl.constexpr = STAGES - 1 if LATE else STAGES - 2
     ROWS: gl.constexpr = RT > 1
     ROUNDS: gl.constexpr = RT if ROWS else NIT // STAGES
+    gl.static_assert(ROWS or NIT % STAGES == 0, "K must be a multiple of BK * STAGES")
     mma0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, T0, 16])
     a0_lay: gl.constexpr = gl.DotOperandLayout(0, mma0, 2)
     L3: gl.constexpr = words_layout(R, C, NW)
@@ -295,19 +298,26 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
         acc1 = warpgroup_mma_init(gl.zeros([BN, T1], gl.float32, mma1))
     group0 = 0  # first scale group of the round, where a group is longer than a round
     for q in range(ROUNDS):
-        more = q + 1 < ROUNDS
         for u in gl.static_range(STAGES):
+            if LATE:
+                if T1 > 0:
+                    sum0, sum1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+                    acc1 = warpgroup_mma_init(sum1)
+                else:
+                    sum0 = warpgroup_mma_wait(0, deps=[acc0])
+                acc0 = warpgroup_mma_init(sum0)
             async_copy.wait_group(AHEAD - 1)
             gl.thread_barrier()  # right behind the wait, or Triton adds one of its own
             fence_async_shared()  # the copies were ordinary writes, wgmma is another proxy
-            _refill(wsm, ssm, xsm, ysm, wp, sp, xp, yp, xm, ym, group0, more, u + AHEAD, K,
-                    GROUP, R, C, NC, JG, BK, T1, ROWS, STAGES, w_lay, sc_lay)  # fmt: skip
+            _refill(wsm, ssm, xsm, ysm, wp, sp, xp, yp, xm, ym, group0, q + 1 < ROUNDS, u + AHEAD,
+                    K, GROUP, R, C, NC, JG, BK, T1, ROWS, STAGES, w_lay, sc_lay)  # fmt: skip
             p = wsm[u].load(L3)
             s = ssm[u].permute((0, 1, 3, 2)).load(s_lay)
-            if T1 > 0:
-                acc0, acc1, p = warpgroup_mma_wait(0, deps=[acc0, acc1, p])
-            else:
-                acc0, p = warpgroup_mma_wait(0, deps=[acc0, p])
+            if not LATE:
+                if T1 > 0:
+                    acc0, acc1, p = warpgroup_mma_wait(0, deps=[acc0, acc1, p])
+                else:
+                    acc0, p = warpgroup_mma_wait(0, deps=[acc0, p])
             a = _unpack(p, s, R, C, NC, CC, JG, JJ, L7, a0_lay)
             acc0 = warpgroup_mma(
                 a, xsm[u].permute((1, 0)), acc0,
@@ -352,8 +362,8 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
 def prefill_gemm(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, blocks_ptr, num_blocks,
                  K: gl.constexpr, NR: gl.constexpr, GROUP: gl.constexpr, UP: gl.constexpr,
                  XDIV: gl.constexpr, CLASSES: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-                 RT: gl.constexpr, STAGES: gl.constexpr, NEAR: gl.constexpr, NW: gl.constexpr,
-                 PDL: gl.constexpr):  # fmt: skip
+                 RT: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, NEAR: gl.constexpr,
+                 NW: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """Grid: token blocks x NR / (BN RT), NEAR consecutive blocks of the list side by side, so that
     blocks of one expert read its weights while they are in L2."""
     NT: gl.constexpr = NR // (BN * RT)
@@ -372,7 +382,7 @@ def prefill_gemm(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, blocks_ptr, num_block
     for i in gl.static_range(num_classes(CLASSES)):
         if (count > width(CLASSES, i - 1)) & (count <= width(CLASSES, i)):
             _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K, NR, GROUP, UP,
-                  XDIV, part(CLASSES, i, 0), part(CLASSES, i, 1), BN, BK, RT, STAGES, NW,
+                  XDIV, part(CLASSES, i, 0), part(CLASSES, i, 1), BN, BK, RT, STAGES, LATE, NW,
                   PDL)  # fmt: skip
 
 
@@ -394,7 +404,7 @@ def prefill_launch(layer, up, x, out, xdiv, sorted_, slots, p):
         dict(
             K=gemm["K"], NR=gemm["NR"], GROUP=gemm["GROUP"], UP=up, XDIV=xdiv,
             CLASSES=p["classes"], BN=bn, BK=p[f"{pre}_bk"], RT=rt, STAGES=p[f"{pre}_stages"],
-            NEAR=near, NW=p[f"{pre}_warps"], PDL=(1 if up else 2) if layer.pdl else 0,
+            LATE=p[f"{pre}_late"], NEAR=near, NW=p[f"{pre}_warps"], PDL=(1 if up else 2) if layer.pdl else 0,
             num_warps=p[f"{pre}_warps"], **_registers(layer, p, pre), **_pdl(layer),
         ),
     )  # fmt: skip

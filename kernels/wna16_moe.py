@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autosel.kernels.moe_align import align_kernel, max_blocks
+from autosel.kernels.moe_align import align_kernel, count_kernel, max_blocks, place_kernel
 from autosel.kernels.moe_decode import decode_down, decode_gate_up
 from autosel.kernels.moe_gather import gather_inputs
 from autosel.kernels.moe_grouped import grouped_down_rows, grouped_gemm
@@ -109,24 +109,32 @@ def _registers(layer: TiledLayer, p: Params, pre: str) -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------ single launches
-def align(layer: TiledLayer, ids: torch.Tensor, block: int) -> tuple[Launch, tuple[Any, ...]]:
-    """The align launch and its results ``(sorted_slot, position, blocks)``."""
+def align(
+    layer: TiledLayer, ids: torch.Tensor, block: int
+) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
+    """The align launches and their results ``(sorted_slot, position, blocks)``."""
     slots = ids.numel()
-    new = {"dtype": torch.int32, "device": ids.device}
-    out = (
-        torch.empty(slots, **new),
-        torch.empty(slots, **new),
-        torch.empty((max_blocks(slots, layer.experts, block), 4), **new),
-    )
-    chunk = max(128, min(4096, next_power_of_two(slots)))
-    launch = Launch(
-        align_kernel,
-        (layer.experts,),
-        (ids, *out, slots),
-        dict(E=layer.experts, CHUNK=chunk, BLOCK=block, PDL=layer.pdl,
-             num_warps=max(4, chunk // 256), **_pdl(layer)),
-    )  # fmt: skip
-    return launch, out
+
+    def new(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=ids.device)
+
+    out = (new(slots), new(slots), new(max_blocks(slots, layer.experts, block), 4))
+    common = dict(E=layer.experts, PDL=layer.pdl, **_pdl(layer))
+    if slots < 2048:
+        chunk = max(128, next_power_of_two(slots))
+        common |= dict(CHUNK=chunk, BLOCK=block, num_warps=max(4, chunk // 256))
+        return [Launch(align_kernel, (layer.experts,), (ids, *out, slots), common)], out
+    chunk, padded = 256, _padded(layer.experts)
+    chunks = -(-slots // chunk)
+    counts, rank = new(chunks, padded, dtype=torch.int16), new(slots, dtype=torch.int16)
+    common |= dict(EP=padded, CHUNK=chunk, num_warps=8)
+    return [
+        Launch(count_kernel, (chunks,), (ids, counts, rank, slots), common),
+        Launch(
+            place_kernel, (chunks,), (ids, counts, rank, *out, slots, chunks),
+            common | dict(BLOCK=block),
+        ),
+    ], out  # fmt: skip
 
 
 def reduce(
@@ -258,8 +266,8 @@ def layer_launches(
 
     sorted_ = None
     if p["path"] != "scan":
-        launch, sorted_ = align(layer, ids, p["tok"])
-        launches.append(launch)
+        aligning, sorted_ = align(layer, ids, p["tok"])
+        launches += aligning
     y = scratch(layer.hidden)
     if p["path"] == "prefill":
         from autosel.kernels.moe_prefill import prefill_launch
