@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -33,12 +34,17 @@ def moe(
     *,
     expert_map: torch.Tensor | None = None,
     dtype: torch.dtype = torch.float64,
+    weights: Literal["exact", "dequantized"] = "exact",
     rounded: bool = False,
 ) -> torch.Tensor:
     """The layer's output ``[M, H]`` in ``dtype`` (float64 or float32), on x's device.
 
     x        ``[M, H]``, any float dtype; its values are taken as they are
     routing  GLOBAL ids as in :func:`autosel.dispatch.apply`; slots served elsewhere add nothing
+    weights  ``exact`` takes ``(u - z) * S`` as it is, like a kernel without dense weights;
+             ``dequantized`` rounds it once to the dtype of S, the dense weight that the packing
+             tools give, and so equals their model run in ``dtype``. The two differ by up to the
+             rounding of that dtype, which a kernel's error scale allows for.
     rounded  round to the act dtype wherever a correct 16-bit kernel may: weights, first GEMM's
              output, activation, second GEMM's output, sum. For calibration, not for truth.
     """
@@ -52,10 +58,13 @@ def moe(
     out = torch.zeros(x.shape, dtype=dtype, device=x.device)  # [M, H]
     with exact_arithmetic(x.device):
         for part in routed_parts(x, experts, routing, expert_map):
-            w13 = through(part.w13(dtype))  # [s*I, H]
-            w2 = through(part.w2(dtype))  # [H, I]
-            for tokens, weights in part.rows():
-                weight = weights.to(dtype).unsqueeze(1)  # [R, 1]
+            w13, w2 = part.w13(dtype), part.w2(dtype)  # [s*I, H], [H, I]
+            if weights == "dequantized":
+                w13 = w13.to(experts.w13.scales.dtype).to(dtype)
+                w2 = w2.to(experts.w2.scales.dtype).to(dtype)
+            w13, w2 = through(w13), through(w2)
+            for tokens, router_weights in part.rows():
+                weight = router_weights.to(dtype).unsqueeze(1)  # [R, 1]
                 rows = x[tokens]  # [R, H]
                 if problem.router_weight_on_input:
                     rows = through(rows * weight)
