@@ -219,26 +219,16 @@ def _resample(table: Floats, count: int, quantile: float, seed: int) -> Floats:
 
 
 def _row_quantiles(table: Floats, quantile: float) -> Floats:
-    """``np.quantile(table, quantile, axis=1)``, sorting ``table`` in place: several times faster
-    for many short rows, and this is where deciding spends its time."""
+    """``np.quantile(table, quantile, axis=1)``; sorts ``table`` in place.
+
+    Several times faster for many short rows, and deciding spends its time here.
+    """
     table.sort(axis=1)
     place = quantile * (table.shape[1] - 1)
     below = int(place)
     above = min(below + 1, table.shape[1] - 1)
-    lower: Floats = table[:, below]
-    return lower + (table[:, above] - lower) * (place - below)
-
-
-def compare(
-    slow_us: Sequence[float],
-    fast_us: Sequence[float],
-    quantile: float,
-    seed: int = 0,
-    blocks: Sequence[int] = (),
-) -> LogRatio:
-    """Log-ratio ``slow / fast`` of two sample lists taken in the same ``blocks``."""
-    slow = estimate(slow_us, quantile, seed, blocks)
-    return slow.over(estimate(fast_us, quantile, seed, blocks))
+    found: Floats = table[:, below] + (table[:, above] - table[:, below]) * (place - below)
+    return found
 
 
 @lru_cache(maxsize=256)
