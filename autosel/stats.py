@@ -193,6 +193,18 @@ def estimate(
     return Estimate(times.size, log, singles, len(blocks), whole)
 
 
+def compare(
+    slow_us: Sequence[float],
+    fast_us: Sequence[float],
+    quantile: float,
+    seed: int = 0,
+    blocks: Sequence[int] = (),
+) -> LogRatio:
+    """Log-ratio ``slow / fast`` of two sample lists taken in the same ``blocks``."""
+    slow = estimate(slow_us, quantile, seed, blocks)
+    return slow.over(estimate(fast_us, quantile, seed, blocks))
+
+
 def _by_block(times: Floats, blocks: Sequence[int]) -> Floats:
     """Samples as ``[longest block, blocks]``; shorter blocks repeat some to weigh the same."""
     longest = max(blocks)
