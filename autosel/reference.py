@@ -44,7 +44,7 @@ def moe(
     weights  ``exact`` takes ``(u - z) * S`` as it is, like a kernel without dense weights;
              ``dequantized`` rounds it once to the dtype of S, the dense weight that the packing
              tools give, and so equals their model run in ``dtype``. The two differ by up to the
-             rounding of that dtype, which a kernel's error scale allows for.
+             rounding of that dtype; kernels are judged by the exact ones.
     rounded  round to the act dtype wherever a correct 16-bit kernel may: weights, first GEMM's
              output, activation, second GEMM's output, sum. For calibration, not for truth.
     """

@@ -99,7 +99,7 @@ class Truthful(Backend):
 
     def output(self, packed: PackedExperts, x: torch.Tensor, routing: Routing) -> torch.Tensor:
         p = packed.problem
-        held = torch.arange(p.num_experts, dtype=torch.int32)
+        held = torch.arange(p.num_experts, dtype=torch.int32, device=x.device)
         held[p.num_local_experts :] = -1
         return moe(x, unpack(packed), routing, expert_map=held, rounded=True).to(x.dtype)
 
