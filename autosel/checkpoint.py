@@ -265,7 +265,7 @@ def _numbered(names: list[ExpertNames], num_layers: int) -> list[tuple[int, Expe
     counts: dict[str, int] = {}
     for found in names:
         counts[found.prefix] = counts.get(found.prefix, 0) + 1
-    main = max(counts, key=lambda p: (counts[p], -len(p)), default="")
+    main = max(counts, key=lambda p: (counts[p], "mtp" not in p, -len(p)), default="")
     taken: dict[int, ExpertNames] = {}
     others: list[ExpertNames] = []
     for found in names:

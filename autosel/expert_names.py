@@ -55,7 +55,6 @@ CORRECTION_BIASES = (
 _ROUTER_PARTS = ("gate", "router", "moe_statics", "e_score_correction_bias", "expert_bias")
 
 _LAYER = re.compile(r"^(?P<prefix>(?:.*?\.)?)(?:layers|blocks|h)\.(?P<layer>\d{1,9})\.")
-_SINGLE = re.compile(r"^(?P<expert>\d{1,9})\.(?P<proj>[a-z_0-9]+)\.(?P<suffix>\w+)$")
 _STACKED = re.compile(
     r"^(?P<proj>" + "|".join(sorted(PROJECTIONS, key=len, reverse=True)) + r")"
     r"(?:[._](?P<suffix>\w+))?$"
@@ -91,6 +90,7 @@ class ExpertNames:
     layer: int
     linears: dict[tuple[int | None, str], LinearTensors] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
+    repeated: list[tuple[str, str]] = field(default_factory=list)
     router: dict[str, str] = field(default_factory=dict)  # name below parent -> full name
     shared: list[str] = field(default_factory=list)
 
@@ -149,24 +149,26 @@ def _split(name: str) -> tuple[str, str, str] | None:
 
 
 def _add(layer: ExpertNames, name: str, tail: str) -> None:
-    match = _SINGLE.match(tail)
-    if match is not None and match["proj"] in PROJECTIONS:
-        expert: int | None = int(match["expert"])
-        suffix = match["suffix"]
+    # Nearly every tensor of a large checkpoint passes here, so the common form is split by hand.
+    parts = tail.split(".")
+    if len(parts) == 3 and parts[0].isdecimal() and len(parts[0]) < 10 and parts[1] in PROJECTIONS:
+        expert: int | None = int(parts[0])
+        proj, suffix = parts[1], parts[2]
     else:
         match = _STACKED.match(tail)
         if match is None:
             layer.unknown.append(name)
             return
-        expert, suffix = None, match["suffix"] or "weight"
-    projection = PROJECTIONS[match["proj"]]
+        expert, proj, suffix = None, match["proj"], match["suffix"] or "weight"
+    projection = PROJECTIONS[proj]
     linear = layer.linears.get((expert, projection))
     if linear is None:
-        module = name if name.endswith(match["proj"]) else name[: -len(suffix) - 1]
+        module = name if name.endswith(proj) else name[: -len(suffix) - 1]
         linear = LinearTensors(module, projection, expert)
         layer.linears[expert, projection] = linear
     if suffix in linear.names:
-        layer.unknown.append(name)  # the same linear under two spellings
+        layer.repeated.append((linear.names[suffix], name))  # one linear under two spellings
+        layer.unknown.append(name)
     else:
         linear.names[suffix] = name
 

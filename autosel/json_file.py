@@ -52,7 +52,9 @@ class JsonFile:
         """``FILE:LINE: a.b.c`` of the value under those keys; no line when it is not there."""
         at = locate(self.text, keys)
         line = "" if at is None else f":{self.text.count(chr(10), 0, at) + 1}"
-        return f"{self.path}{line}: {'.'.join(keys)}"
+        # A key may be any text, such as a pattern; it must not break the message's one line.
+        shown = (key if key.isprintable() else repr(key) for key in keys)
+        return f"{self.path}{line}: {'.'.join(shown)}"
 
 
 def locate(text: str, keys: Sequence[str]) -> int | None:

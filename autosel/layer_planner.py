@@ -153,8 +153,27 @@ class LayerPlanner:
                 )
             )
 
+    def _require_once(self, names: ExpertNames) -> None:
+        """Which of two copies counts is not for us to choose."""
+        twice = list(names.repeated)
+        for (expert, projection), linear in names.linears.items():
+            others: list[tuple[int | None, str]] = []
+            if expert is not None:
+                others.append((None, projection))
+            if projection in ("gate", "up"):
+                others += [(expert, "gate_up"), (None, "gate_up")]
+            elif projection == "gate_up" and expert is not None:
+                others += [(None, "gate"), (None, "up")]
+            twice += [
+                (linear.module, names.linears[key].module) for key in others if key in names.linears
+            ]
+        if twice:
+            first, second = twice[0]
+            raise CheckpointError(field_error(second, "weights stored", f"also as {first}", "once"))
+
     def _require_complete(self, names: ExpertNames) -> None:
         """Each expert from 0 on has each projection, and there is no expert too many."""
+        self._require_once(names)
         gated = self._config.activation().gated
         count = self._config.num_experts
         needed = ("gate", "up", "down") if gated else ("up", "down")

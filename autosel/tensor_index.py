@@ -10,9 +10,8 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,8 +24,7 @@ PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _NUMBERED = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
+class TensorInfo(NamedTuple):
     """One tensor of a header: ``dtype`` in safetensors' spelling (``I32``, ``BF16``)."""
 
     name: str
@@ -49,7 +47,10 @@ class TensorIndex:
     def open(folder: Path) -> TensorIndex:
         """Raises CheckpointError for missing, unsafe, damaged or contradicting files."""
         notes: list[str] = []
-        named = _named_tensors(folder, notes)
+        try:
+            named = _named_tensors(folder, notes)
+        except (OSError, RuntimeError) as exc:  # no permission, loops of links, endless names
+            raise CheckpointError(f"{folder}: cannot be read: {_one_line(exc)}") from None
         tensors: dict[str, TensorInfo] = {}
         for file, wanted in named.items():
             found = _read_header(folder / file, file)
@@ -242,6 +243,10 @@ def _read_header(path: Path, file: str) -> dict[str, TensorInfo]:
         with safe_open(path, framework="pt") as handle:
             found = {}
             for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
+                if not name.isprintable():
+                    raise CheckpointError(
+                        field_error(str(path), "tensor name", repr(name), "printable characters")
+                    )
                 part = handle.get_slice(name)
                 shape = tuple(part.get_shape())
                 found[name] = TensorInfo(name, file, part.get_dtype(), shape)

@@ -214,3 +214,17 @@ def test_a_file_changed_after_opening_is_reported(tmp_path: Path) -> None:
     (folder / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor "):
         opened.read_experts(0)
+
+
+def test_odd_paths_and_names_are_one_line(tmp_path: Path) -> None:
+    folder = Made().write(tmp_path / "long", shards=2)
+    edit_index(folder, **{"model.x": "x" * 5000 + ".safetensors"})
+    assert "cannot be read" in refusal(folder)
+    folder = Made().write(tmp_path / "loop", shards=2)
+    (folder / "a").symlink_to(folder / "b")
+    (folder / "b").symlink_to(folder / "a")
+    edit_index(folder, **{"model.x": "a/x.safetensors"})
+    refusal(folder)
+    made = Made()
+    made.tensors["model.layers.0.mlp.experts.0.up_proj.\x1b[31m\nqweight"] = torch.zeros(1)
+    assert "printable" in refusal(made.write(tmp_path / "names"))

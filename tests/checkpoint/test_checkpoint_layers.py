@@ -581,3 +581,24 @@ def test_a_stacked_layer_whose_children_have_other_rules(tmp_path: Path) -> None
     layer = only_layer(made.write(tmp_path))
     assert layer.status == "refused"
     assert "rules differ" in layer.reason
+
+
+@pytest.mark.parametrize(
+    "copy", [f"{EXPERT}.1.w1.", f"{EXPERT}.1.gate_up_proj.", f"{EXPERT}.gate_proj."]
+)
+def test_weights_that_are_stored_twice_are_refused(tmp_path: Path, copy: str) -> None:
+    made = Made()
+    for name, tensor in list(made.tensors.items()):
+        if name.startswith(f"{EXPERT}.1.gate_proj."):
+            made.tensors[name.replace(f"{EXPERT}.1.gate_proj.", copy)] = tensor.clone()
+    layer = only_layer(made.write(tmp_path))
+    assert layer.status == "refused"
+    assert "weights stored: found also as" in layer.reason
+
+
+def test_a_draft_head_does_not_take_the_first_number(tmp_path: Path) -> None:
+    made = Made()
+    for name in [n for n in made.tensors if ".layers.0." in n]:
+        made.tensors["mtp." + name.removeprefix("model.")] = made.tensors[name].clone()
+    layers = Checkpoint.open(made.write(tmp_path)).layers
+    assert [layer.name[:6] for layer in layers] == ["model.", "mtp.la"]
