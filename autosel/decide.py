@@ -1,11 +1,11 @@
 """Measurements in, decisions out: pure functions without torch, clock or database.
 
-**Who wins.** Among the candidates that are correct and allowed, the fastest by its ranking
-quantile (:mod:`autosel.stats`). A rival counts as slower only when the interval of their ratio
-lies wholly above ``1 + epsilon``. Intervals are shown at ``confidence`` but judged at
-``1 - (1 - confidence) / RERUNS``: a 95 % interval would separate two equal candidates about once
-in twenty tunings, so some of twenty reruns, or of twenty ranks, would disagree. All
-that is not separated from the fastest is a tie, and then the canonical order decides.
+**Who wins.** Among the candidates that are correct and allowed, the fastest by the ranking quantile
+(:mod:`autosel.stats`) of its undisturbed samples (:mod:`autosel.samples`). A rival counts as slower
+only when the interval of their ratio lies wholly above ``1 + epsilon``. Intervals are shown at
+``confidence`` but judged at ``1 - (1 - confidence) / RERUNS``: a 95 % interval would separate two
+equal candidates about once in twenty tunings, so some of twenty reruns, or of twenty ranks, would
+disagree. All that is not separated from the fastest is a tie, and then the canonical order decides.
 
 **Canonical order** of tied candidates: exact weights and activations before 8-bit activations,
 fewer bytes of packed weights, backend name, a backend's default before its tuned settings, then
@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from autosel import stats
+from autosel import samples, stats
 from autosel.buckets import bucket_for, buckets, newest_cover
 from autosel.core import (
     Candidate,
@@ -32,7 +32,7 @@ from autosel.core import (
     TokenBucket,
 )
 from autosel.errors import AutoselError, NothingUsableError, field_error
-from autosel.records import block_sizes, timing_mode
+from autosel.records import timing_mode
 
 __all__ = [
     "NothingUsable",
@@ -48,6 +48,8 @@ __all__ = [
 
 RERUNS = 20
 TIE_LIMIT = 0.15
+#: Share of preempted samples from which on the reason says that the machine was busy.
+BUSY = 0.2
 
 #: Says why a measured candidate may not be chosen, or None when it may.
 Requirement = Callable[[Measurement], Reason | None]
@@ -126,7 +128,6 @@ def decide(
     _check_alike(current)
     first = current[0]
     bucket = bucket or TokenBucket(first.num_tokens, first.num_tokens, first.num_tokens)
-    quantile = stats.ranking_quantile(first.device.kind)
     rejected: list[Rejected] = []
     allowed: list[_Entry] = []
     a8: list[_Entry] = []
@@ -135,7 +136,7 @@ def decide(
         if reason is not None:
             rejected.append(Rejected(m.candidate, m.status, reason, m.accuracy))
             continue
-        entry = _Entry(m, stats.estimate(m.times_us, quantile, blocks=block_sizes(m)))
+        entry = _Entry(m, samples.estimate(m))
         (allowed if allow_a8 or m.accuracy == "exact" else a8).append(entry)
     if not allowed:
         rejected = [_barred(e, None, confidence) for e in sorted(a8, key=_us)] + rejected
@@ -174,7 +175,7 @@ def decide(
         why += _default_kept(winner, ranked)
     if barred and a8[0].us < winner.us:
         why += f"; {barred[0].candidate.key} {barred[0].reason}"
-    return replace(decision, why=why)
+    return replace(decision, why=why + _busy([e.measurement for e in ranked]))
 
 
 def canonical_order(m: Measurement, defaults: Collection[Candidate] = ()) -> tuple[object, ...]:
@@ -256,7 +257,7 @@ def _percent(value: float) -> str:
 def _span(ratio: stats.LogRatio, confidence: float) -> str:
     interval = ratio.interval(confidence)
     if interval is None:
-        return "too few samples for an interval"
+        return "too few undisturbed samples for an interval"
     low, high = interval
     return f"{confidence:.0%} interval {100 * low:.3g} to {100 * high:.3g} %"
 
@@ -288,7 +289,7 @@ def _why(d: Decision, tied: int, confidence: float) -> str:
     if d.runner_up is None or d.margin is None:
         return f"{at} and is the only candidate that may be chosen"
     if d.margin_interval is None:
-        span = "too few samples for an interval"
+        span = "too few undisturbed samples for an interval"
     else:
         low, high = d.margin_interval
         span = f"{confidence:.0%} interval {100 * low:.3g} to {100 * high:.3g} %"
@@ -303,6 +304,15 @@ def _default_kept(winner: _Entry, ranked: Sequence[_Entry]) -> str:
     if not tuned:
         return ""
     return f"; its default settings are kept, none of {tuned} tuned ones is clearly faster"
+
+
+def _busy(measurements: Sequence[Measurement]) -> str:
+    """Says so when the machine was busy enough to spoil samples."""
+    taken = sum(len(m.times_us) for m in measurements)
+    spoiled = sum(samples.ranking(m).left_out for m in measurements)
+    if spoiled <= BUSY * taken:
+        return ""
+    return f"; the machine was busy: {spoiled} of {taken} samples were preempted and do not count"
 
 
 def _why_nothing(rejected: Sequence[Rejected]) -> str:

@@ -13,7 +13,7 @@ from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any, get_args
 
-from autosel import stats
+from autosel import samples
 from autosel.core import (
     Candidate,
     Decision,
@@ -38,14 +38,6 @@ def timing_mode(timing: Timing) -> dict[str, Scalar]:
     """The part of ``timing`` that belongs to a measurement's identity; empty if never timed."""
     known = dict(timing)
     return {name: known[name] for name in MODE_NAMES if name in known}
-
-
-def block_sizes(m: Measurement) -> tuple[int, ...]:
-    """Sizes of the blocks that the samples were taken in; empty where that is not recorded."""
-    text = dict(m.timing).get("blocks")
-    parts = text.split(",") if isinstance(text, str) else []
-    sizes = tuple(int(part) for part in parts if part.isdecimal())
-    return sizes if sum(sizes) == len(m.times_us) and all(sizes) else ()
 
 
 def to_json(value: object) -> str:
@@ -157,9 +149,7 @@ def errors_from_text(text: str | None) -> ErrorFigures | None:
 
 def measurement_dict(m: Measurement) -> dict[str, Any]:
     """JSON-able form for people and other programs; times are null where nothing was timed."""
-    summary = None
-    if m.status == "ok" and m.times_us:
-        summary = stats.summarize(m.times_us, stats.ranking_quantile(m.device.kind))
+    summary = samples.summary(m)
     return {
         "problem": m.problem.to_dict(),
         "problem_key": m.problem.key,

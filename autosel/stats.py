@@ -116,6 +116,10 @@ class Estimate:
     def us(self) -> float:
         return math.exp(self.log)
 
+    def unsettled(self) -> Estimate:
+        """The same figure without any claim to precision, as if from a single sample."""
+        return Estimate(1, self.log, self.replicas)
+
     def over(self, other: Estimate) -> LogRatio:
         """``log(self / other)``: positive when this candidate is slower than ``other``."""
         log = self.log - other.log
