@@ -99,8 +99,10 @@ def explain(
         decision = next((d for d in decisions if num_tokens in d.bucket), None)
         if decision is not None:
             return asked.tuned(decision, _at(measurements, decision.bucket))
-        # What is refused before it runs belongs to every way of timing.
-        if any(m.status != "unsupported" for m in measurements) or not _timed(store, asked):
+        # What failed before it was timed belongs to every way of timing; where another way was
+        # timed, those rows alone do not mean that this one was tried.
+        tried = any(m.status == "ok" for m in measurements) or not _timed(store, asked)
+        if measurements and tried:
             # The sweep found nothing to choose here, or was stopped before it could.
             found = buckets.buckets(m.num_tokens for m in measurements)
             bucket = buckets.bucket_for(found, num_tokens)

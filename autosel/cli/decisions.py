@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from autosel.cli.report import Table
-from autosel.cli.text import percent_text, time_text
+from autosel.cli.text import percent_text, time_text, tokens_text
 from autosel.core import Decision
 from autosel.decide import NothingUsable
 
@@ -42,7 +42,7 @@ def interval_text(decision: Decision) -> str:
 
 def why_lines(outcomes: Outcomes) -> list[str]:
     """One sentence for each token bucket."""
-    return [f"{outcome.bucket.label} tokens: {outcome.why}" for outcome in outcomes]
+    return [f"{tokens_text(outcome.bucket.label)}: {outcome.why}" for outcome in outcomes]
 
 
 def left_out_table(outcomes: Outcomes) -> Table | None:

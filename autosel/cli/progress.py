@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 
 from autosel.cli.report import note
-from autosel.cli.text import one_line, time_text
+from autosel.cli.text import one_line, time_text, tokens_text
 from autosel.core import Candidate, Decision, Device, Measurement, Problem
 from autosel.tune_types import Observer
 
@@ -88,15 +88,15 @@ class SweepProgress(Observer):
     def step(self, what: str, num_tokens: int, candidate: Candidate | None = None) -> None:
         doing = _DOING.get(what, what)
         who = candidate.key if candidate else "the layer" if what in ("pack", "load") else ""
-        self._show(f"{num_tokens} tokens: {doing} {who}".rstrip())
+        self._show(f"{tokens_text(num_tokens)}: {doing} {who}".rstrip())
         # Without a terminal a line for each step of each candidate would bury the results.
         if self._live is None and (what, num_tokens) not in self._said:
             self._said.add((what, num_tokens))
             if what in _LINES:
-                self._say(f"{num_tokens} tokens: {_LINES[what]}")
+                self._say(f"{tokens_text(num_tokens)}: {_LINES[what]}")
 
     def timed(self, num_tokens: int, done: int, total: int) -> None:
-        self._show(f"{num_tokens} tokens: timing, block {done} of {total}")
+        self._show(f"{tokens_text(num_tokens)}: timing, block {done} of {total}")
 
     def measured(self, measurement: Measurement, resumed: bool) -> None:
         if resumed:
@@ -105,13 +105,13 @@ class SweepProgress(Observer):
         self.fresh += 1
         if measurement.status in _LOUD:
             who, at = measurement.candidate.key, measurement.num_tokens
-            self._say(f"{who} at {at} tokens is left out: {measurement.status}: "
+            self._say(f"{who} at {tokens_text(at)} is left out: {measurement.status}: "
                       f"{measurement.reason}")  # fmt: skip
 
     def decided(self, decision: Decision) -> None:
         took = time_text(decision.winner_us)
         tie = " (tie)" if decision.tie else ""
-        self._say(f"{decision.bucket.label} tokens: {decision.winner.key} {took}{tie}")
+        self._say(f"{tokens_text(decision.bucket.label)}: {decision.winner.key} {took}{tie}")
         if self._live is not None:
             for task in self._live.task_ids:
                 self._live.advance(task)

@@ -67,6 +67,11 @@ def time_text(microseconds: float | None) -> str:
     return f"{_three(microseconds)} us"
 
 
+def tokens_text(count: int | str) -> str:
+    """``1 token``, ``16 tokens``, ``5-8 tokens``."""
+    return f"{count} token{'' if str(count) == '1' else 's'}"
+
+
 def bytes_text(count: float | None) -> str:
     """``640 B``, ``1.50 KiB`` ... ``2.00 TiB``; ``-`` for no size."""
     if count is None:

@@ -18,7 +18,7 @@ from autosel.cli.options import (
     target_argument,
 )
 from autosel.cli.report import Report, Table
-from autosel.cli.text import percent_text, time_text
+from autosel.cli.text import percent_text, time_text, tokens_text
 
 if TYPE_CHECKING:
     from autosel.core import Decision
@@ -50,16 +50,16 @@ def command(
     reason. Where nothing is stored for the layer on this device: what was looked for, the nearest
     entry, each field that differs, and what is used instead.
     """
+    from autosel.cli.database import reading
     from autosel.cli.target import check_routing, resolve, retype
     from autosel.device import detect
     from autosel.explanation import explain
-    from autosel.store import Store
 
     found = resolve(target, layer_options)
     check_routing(routing, found)
     here = detect(device)
     timing = {"cache": cache}
-    with Store.open(db) as store:
+    with reading(db) as store:
         answers = [
             (
                 layer.label,
@@ -92,7 +92,8 @@ def _heading(label: str, answer: Explanation) -> list[str]:
 
     return [
         f"{label}: {problem_text(answer.problem)}",
-        f"{answer.num_tokens} tokens, {answer.routing} routing, on {device_text(answer.device)}",
+        f"{tokens_text(answer.num_tokens)}, {answer.routing} routing, "
+        f"on {device_text(answer.device)}",
     ]
 
 
@@ -127,7 +128,7 @@ def _decision(decision: Decision, measured: str | None) -> Table:
         ("runner-up", decision.runner_up.key if decision.runner_up else "none"),
         ("runner-up's time", time_text(decision.runner_up_us)),
         ("margin", margin_text(decision)),
-        ("holds for", f"{bucket.label} tokens; measured at {bucket.measured}"),
+        ("holds for", f"{tokens_text(bucket.label)}; measured at {bucket.measured}"),
         ("measured", measured or "-"),
         ("why", decision.why),
     ]

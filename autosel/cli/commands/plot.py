@@ -49,10 +49,10 @@ def command(
     A checkpoint with several kinds of layers needs --layer, since a figure shows one.
     """
     from autosel import figures
+    from autosel.cli.database import reading
     from autosel.cli.target import check_routing, resolve
     from autosel.device import detect
     from autosel.plot_style import check_path, save
-    from autosel.store import Store
 
     path = check_path(output)
     found = resolve(target, layer_options)
@@ -63,7 +63,7 @@ def command(
         note(f"drawn is {layer.label}; its other layers differ (--layer picks one): {others}")
     name = Path(found.name).resolve().name if found.kind == "checkpoint" else found.name
     title = f"{name}, {layer.label}" if found.kind == "checkpoint" else name
-    with Store.open(db) as store:
+    with reading(db) as store:
         figure = figures.latency(
             store, layer.problem, detect(device),
             routing=routing, title=title, timing={"cache": cache}, size=size,

@@ -54,6 +54,10 @@ if TYPE_CHECKING:
     "--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True,
     help="Seed of activations, routing and search.",
 )  # fmt: skip
+@click.option(
+    "--limit", type=click.FloatRange(0, 3600, min_open=True), default=4.0, show_default=True,
+    metavar="SECONDS", help="Wall time that timing one candidate at one token count may take.",
+)  # fmt: skip
 @click.option("--fresh", is_flag=True, help="Measure again what the database already has.")
 @cache_option
 @device_option
@@ -69,6 +73,7 @@ def command(
     allow_a8: bool,
     budget: int,
     seed: int,
+    limit: float,
     fresh: bool,
     cache: str,
     device: str | None,
@@ -90,7 +95,7 @@ def command(
     settings = SweepSettings(
         token_counts=tokens,
         routing=routing,
-        timing=TimingSettings(cache="hot" if cache == "hot" else "cold"),
+        timing=TimingSettings(cache="hot" if cache == "hot" else "cold", limit_s=limit),
         backends=tuple(registry.get(name).name for name in backends),
         allow_a8=allow_a8,
         budget=budget,
