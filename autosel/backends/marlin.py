@@ -26,9 +26,9 @@ TILES = {
     "large": ((64, 256), (64, 128), (128, 64)),
 }
 AUTO = "auto"
-#: The alignment operator scans experts in one block of 1,024 threads, and one extra expert takes
-#: the slots that are served elsewhere.
-MAX_EXPERTS = 991
+#: The alignment operator takes fewer than 1,024 experts, rounded up to 32, and one extra expert
+#: takes the slots that are served elsewhere. Above, torch does its work.
+MAX_ALIGN_EXPERTS = 991
 
 
 def scalar_type_id(num_bits: int, bias: int) -> int:
@@ -135,12 +135,6 @@ def shape_rules(needs: Requirements, problem: Problem, device: Device) -> None:
         if scheme.num_groups(inputs) > 1:
             needs.one_of(f"{name} group_size", scheme.group_size, GROUP_SIZES)
     needs.multiple("hidden_size", problem.hidden_size, 128)
-    needs.need(
-        problem.num_local_experts <= MAX_EXPERTS,
-        "experts on this rank",
-        problem.num_local_experts,
-        f"at most {MAX_EXPERTS}",
-    )
     _rules.no_w13_act_order(needs, problem)
 
 
@@ -213,7 +207,8 @@ def align(topk_ids: torch.Tensor, num_experts: int, block: int) -> Aligned:
     the map says is elsewhere, so that its slots take no part.
     """
     op = _vllm_ops.find("_moe_C", "moe_align_block_size")
-    if op is None or "expert_map" not in _vllm_ops.arguments(op):
+    takes_map = op is not None and "expert_map" in _vllm_ops.arguments(op)
+    if not takes_map or num_experts > MAX_ALIGN_EXPERTS:
         return align_block_size(topk_ids, num_experts, block)
     device = topk_ids.device
     places = capacity(topk_ids.numel(), num_experts + 1, block)

@@ -145,11 +145,17 @@ def require_little_endian(layout: str) -> None:
         )
 
 
-def with_bias_dtype(weight: QuantWeight, dtype: torch.dtype | None) -> QuantWeight:
+def bias_dtypes(experts: CanonicalExperts) -> dict[str, str]:
+    """Name of the dtype in which each bias came, by GEMM."""
+    found = {"w13": experts.w13.bias, "w2": experts.w2.bias}
+    return {name: _name(bias.dtype) for name, bias in found.items() if bias is not None}
+
+
+def with_bias_dtype(weight: QuantWeight, dtype: str | None) -> QuantWeight:
     """Give a bias back in the dtype it came in."""
     if weight.bias is None or dtype is None:
         return weight
-    return replace(weight, bias=weight.bias.to(dtype))
+    return replace(weight, bias=weight.bias.to(getattr(torch, dtype)))
 
 
 def with_single_group_index(weight: QuantWeight) -> QuantWeight:

@@ -138,8 +138,7 @@ class Humming(Layout):
                 parts["w2_order"] = order.to(torch.int32)
             common.fill(stacks, e, problem.num_local_experts, parts)
         meta: dict[str, Any] = {"rounded": common.rounded(experts, torch_dtype(self.act_dtype))}
-        if experts.w13.bias is not None:
-            meta["bias_dtype"] = experts.w13.bias.dtype
+        meta["bias_dtypes"] = common.bias_dtypes(experts)
         return PackedExperts(self.key, problem, stacks, meta)
 
     def _pack_gemm(
@@ -186,12 +185,14 @@ class Humming(Layout):
             first, second = gemms(problem)
             common.fill(fields["w13"], e, count, self._unpack_gemm(tensors, first, rows=order))
             common.fill(fields["w2"], e, count, self._unpack_gemm(tensors, second, cols=order))
-        dtype = packed.meta.get("bias_dtype")
+        dtypes = packed.meta["bias_dtypes"]
         w13 = QuantWeight(problem.w13, problem.hidden_size, **fields["w13"])
         w2 = QuantWeight(problem.w2, problem.intermediate_size, **fields["w2"])
         w13 = common.with_single_group_index(w13)
         return CanonicalExperts(
-            problem, common.with_bias_dtype(w13, dtype), common.with_bias_dtype(w2, dtype)
+            problem,
+            common.with_bias_dtype(w13, dtypes.get("w13")),
+            common.with_bias_dtype(w2, dtypes.get("w2")),
         )
 
     def _unpack_gemm(

@@ -4,7 +4,7 @@
     w*_scales   [E, N, G]
     w*_zeros    uint8 [E, N * num_bits / 8, G]     4 bit: low nibble = even output; true zero
                                                    points (asymmetric only)
-    w*_bias     [E, N]
+    w*_bias     float32 [E, N]
     w*_g_idx    int32 [E, K]                       act-order, as in the checkpoint
 
 These are the bytes that vLLM's MoeWNA16 keeps. On a little-endian machine the weight is the
@@ -51,8 +51,8 @@ def unpack_bytes_last(values: torch.Tensor, num_bits: int, count: int) -> torch.
 class NFirstBytes(Layout):
     """See the module's text.
 
-    ``scale_dtype`` casts scales and bias (the XPU kernel wants the act dtype); empty keeps the
-    checkpoint's own, so that the round trip is exact whatever they are.
+    ``scale_dtype`` casts scales and bias (the XPU kernel wants the act dtype); empty keeps scales
+    in the checkpoint's own and bias in float32, so that the round trip is exact whatever they are.
     """
 
     name: ClassVar[str] = "nfirst_bytes"
@@ -72,13 +72,14 @@ class NFirstBytes(Layout):
         ):
             groups = scheme.num_groups(inputs)
             width = torch_dtype(self.scale_dtype or scheme.scale_dtype).itemsize
+            bias_width = torch_dtype(self.scale_dtype or "float32").itemsize
             total += outputs * _row_bytes(inputs, scheme) + outputs * groups * width
             if not scheme.symmetric:
                 total += -(-outputs * scheme.num_bits // 8) * groups
             if scheme.has_g_idx:
                 total += inputs * 4
             if problem.has_bias:
-                total += outputs * width
+                total += outputs * bias_width
         return total * problem.num_local_experts
 
     def pack(self, experts: CanonicalExperts) -> PackedExperts:
@@ -86,13 +87,11 @@ class NFirstBytes(Layout):
         common.require_little_endian(self.name)
         problem, count = experts.problem, experts.problem.num_local_experts
         stacks: common.Parts = {}
-        meta: dict[str, Any] = {}
+        meta: dict[str, Any] = {"bias_dtypes": common.bias_dtypes(experts)}
         for name, weight in (("w13", experts.w13), ("w2", experts.w2)):
             self._check(name, weight.scheme)
             for e in range(count):
                 common.fill(stacks, e, count, self._pack_expert(name, weight, e))
-            if weight.bias is not None:
-                meta["bias_dtype"] = weight.bias.dtype
         if self.scale_dtype:
             meta["rounded"] = common.rounded(experts, torch_dtype(self.scale_dtype))
         return PackedExperts(self.key, problem, stacks, meta)
@@ -114,8 +113,7 @@ class NFirstBytes(Layout):
             zeros = pack_bytes_last(weight.zero_points[e].T, weight.scheme.num_bits)  # [G, bytes]
             parts[f"{name}_zeros"] = zeros.T
         if weight.bias is not None:
-            # the kernel adds a bias in the dtype of the scales
-            dtype = torch_dtype(self.scale_dtype or weight.scheme.scale_dtype)
+            dtype = torch_dtype(self.scale_dtype or "float32")
             where = f"{name}.bias of expert {e}"
             parts[f"{name}_bias"] = common.cast_scales(weight.bias[e], dtype, where)
         if weight.g_idx is not None:
@@ -140,7 +138,7 @@ class NFirstBytes(Layout):
                 parts = self._unpack_expert(name, scheme, outputs, inputs, tensors)
                 common.fill(fields, e, problem.num_local_experts, parts)
             weight = QuantWeight(scheme, inputs, **fields)
-            weights.append(common.with_bias_dtype(weight, packed.meta.get("bias_dtype")))
+            weights.append(common.with_bias_dtype(weight, packed.meta["bias_dtypes"].get(name)))
         return CanonicalExperts(problem, *weights)
 
     def _unpack_expert(
