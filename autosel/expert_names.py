@@ -49,6 +49,7 @@ CORRECTION_BIASES = (
     "e_score_correction_bias",
     "router.e_score_correction_bias",
     "moe_statics.e_score_correction_bias",
+    "gate.moe_statics.e_score_correction_bias",
     "gate.expert_bias",
     "expert_bias",
 )

@@ -178,12 +178,12 @@ class LayerPlanner:
         count = self._config.num_experts
         needed = ("gate", "up", "down") if gated else ("up", "down")
         present = names.linears.keys()
-        for expert in range(count):
-            for projection in needed:
-                keys = {(expert, projection), (None, projection)}
-                if projection != "down" and gated:
-                    keys |= {(expert, "gate_up"), (None, "gate_up")}
-                if not keys & present:
+        for projection in needed:
+            spellings = (projection, "gate_up") if gated and projection != "down" else (projection,)
+            if any((None, spelling) in present for spelling in spellings):
+                continue  # stacked: the shape tells how many
+            for expert in range(count):
+                if not any((expert, spelling) in present for spelling in spellings):
                     raise CheckpointError(missing_projection(names, expert, projection))
         for (_, projection), linear in names.linears.items():
             if linear.expert is not None and linear.expert >= count:

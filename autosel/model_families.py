@@ -50,16 +50,10 @@ FAMILIES = (
         intermediate_key="intermediate_size",
     ),
     Family(("qwen2_moe", "qwen3_moe")),
+    Family(("qwen3_next", "qwen3_omni_moe_text"), default_norm=True),
     Family(
-        (
-            "qwen3_next",
-            "qwen3_5_moe",
-            "qwen3_5_moe_text",
-            "qwen3_vl_moe",
-            "qwen3_vl_moe_text",
-            "qwen3_omni_moe_text",
-        ),
-        default_norm=True,
+        ("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+        renormalize=True,
     ),
     Family(("deepseek_v2",), grouped=True),
     Family(

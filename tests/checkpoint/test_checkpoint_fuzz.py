@@ -103,8 +103,10 @@ def put(value: Any, path: tuple[Any, ...], odd: Any) -> Any:
 FORMATS = ("gptq", "awq", "compressed-tensors")
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_any_value_of_a_config_may_be_anything(tmp_path: Path, fmt: str) -> None:
+@pytest.mark.parametrize(
+    ("fmt", "stacked"), [*((fmt, False) for fmt in FORMATS), ("compressed-tensors", True)]
+)
+def test_any_value_of_a_config_may_be_anything(tmp_path: Path, fmt: str, stacked: bool) -> None:
     quant = {
         "gptq": {"dynamic": {r"+:.*experts\.1.*": {"group_size": 32}, r"-:.*attn.*": {}}},
         "awq": {"modules_to_not_convert": ["lm_head", "mlp.gate"]},
@@ -124,6 +126,8 @@ def test_any_value_of_a_config_may_be_anything(tmp_path: Path, fmt: str) -> None
             "swiglu_limit": None,
         },
     )
+    if stacked:
+        made.stack(True)
     folder = made.write(tmp_path)
     config = json.loads((folder / "config.json").read_text())
     use_all(folder)  # so that the changes below start from something that works
