@@ -1,6 +1,7 @@
 """``sweep`` with real weights and scripted backends."""
 
 import pytest
+import torch
 
 from autosel import registry
 from autosel.backends.emulation import Emulation
@@ -64,6 +65,15 @@ def fakes():
 @pytest.fixture
 def example(get_checkpoint):
     return get_checkpoint("ct-w4-g128-sym-mixtral").path
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Threads of one small matmul wait for each other; on a busy machine that is all they do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 FAST = ("--limit", "0.05")
