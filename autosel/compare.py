@@ -47,8 +47,8 @@ LIMITS: dict[AccuracyClass, Limits] = {
 }
 
 #: The most that :mod:`autosel.audit` may find against a single weight. The largest of 10**9 normal
-#: scores is about 6.2; those of a correct kernel have a spread of 0.65 at most, and
-#: ``tests/verify/test_audit.py`` meets none above 3.5.
+#: scores is about 6.2, and those of a correct kernel spread by 0.65 at most: none above 3.5 is met
+#: in ``tests/verify/test_audit.py``.
 AUDIT_LIMIT = 7.0
 
 #: Relative size of the error scale on plain data, in unit roundoffs of the act dtype, and the

@@ -215,8 +215,9 @@ class NoisyGemm:
         """Variance ``[R, N]`` that this GEMM's own rounding adds to its outputs ``y``."""
         unit = self.rounding.unit**2 / 3
         spread = rows.square() @ self.square.T  # [R, N] sum of (x w)**2
-        # A running float32 sum of K terms has on average half of them in it.
-        inside = rows.shape[-1] / 2 * torch.finfo(torch.float32).eps ** 2 / 12
+        # A running float32 sum of K terms has on average half of them in it; twice, since a value
+        # may be dequantised, or partial sums joined, by further roundings.
+        inside = rows.shape[-1] * torch.finfo(torch.float32).eps ** 2 / 12
         own = (unit + inside) * spread + (rows @ self.weight_error.T).square()
         if self.scale_error is not None:
             own = own + unit * (spread + y.square())

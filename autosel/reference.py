@@ -79,7 +79,7 @@ def moe(
 
 @dataclass(frozen=True, slots=True)
 class RoutedPart:
-    """The tokens of one local expert: ``tokens`` int64 ``[R]`` and ``weights`` float32 ``[R]``."""
+    """The tokens of one local expert, each once: int64 ``[R]``, and float64 weights ``[R]``."""
 
     experts: CanonicalExperts
     expert: int
@@ -105,15 +105,21 @@ def routed_parts(
     routing: Routing,
     expert_map: torch.Tensor | None,
 ) -> Iterator[RoutedPart]:
-    """Every local expert that serves at least one slot, in order. A duplicate slot counts twice."""
+    """Every local expert that serves at least one slot, in order.
+
+    An expert that stands twice in one token's slots serves it once, with the sum of the weights:
+    the same result, and one rounding error instead of two equal ones that look independent.
+    """
     local = localize(routing, experts.problem, expert_map, device=x.device)
     if local.num_tokens != x.shape[0]:
         raise RoutingError(
             field_error("topk_ids", "tokens", local.num_tokens, f"{x.shape[0]} as in x")
         )
     for expert in sorted(set(local.topk_ids.flatten().tolist()) - {-1}):
-        tokens, slots = torch.nonzero(local.topk_ids == expert, as_tuple=True)
-        yield RoutedPart(experts, expert, tokens, local.topk_weights[tokens, slots])
+        here = local.topk_ids == expert  # [M, top_k]
+        tokens = here.any(dim=1).nonzero().squeeze(1)  # [R]
+        weights = torch.where(here, local.topk_weights.double(), 0.0).sum(dim=1)  # [M]
+        yield RoutedPart(experts, expert, tokens, weights[tokens])
 
 
 def _linear(
