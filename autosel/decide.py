@@ -5,13 +5,14 @@
 only when the interval of their ratio lies wholly above ``1 + epsilon``. Intervals are shown at
 ``confidence`` but judged at ``1 - (1 - confidence) / RERUNS``: a 95 % interval would separate two
 equal candidates about once in twenty tunings, so some of twenty reruns, or of twenty ranks, would
-disagree. All that is not separated from the fastest is a tie, and then the canonical order decides.
+disagree. What is not separated from the fastest, and is within ``TIE_LIMIT`` of it, is a tie, and
+the canonical order decides. What looks slower than ``TIE_LIMIT`` is never preferred by that order,
+so it is judged at ``confidence``; while it is not separated at that, the decision is marked as a
+tie as well: another run might find it faster.
 
 **Canonical order** of tied candidates: exact weights and activations before 8-bit activations,
 fewer bytes of packed weights, backend name, a backend's default before its tuned settings, then
-parameters by name and value. It depends on no timing, so reruns and ranks agree. It never
-prefers a candidate whose estimate is more than ``TIE_LIMIT`` above the fastest, since that few
-samples say too little to give so much away.
+parameters by name and value. It depends on no timing, so reruns and ranks agree.
 """
 
 from __future__ import annotations
@@ -144,16 +145,15 @@ def decide(
         return NothingUsable(first.problem, bucket, first.routing, why, tuple(rejected))
 
     ranked = sorted(allowed, key=_us)
-    fastest = ranked[0]
-    strict = 1 - (1 - confidence) / RERUNS
-    tied = [e for e in ranked if not e.estimate.over(fastest.estimate).exceeds(epsilon, strict)]
-    close = [e for e in tied if e.us <= fastest.us * (1 + TIE_LIMIT)]
-    winner = min(close, key=lambda e: canonical_order(e.measurement, defaults))
-    tie = len(tied) > 1
-    others = [e for e in (tied if tie else ranked) if e is not winner]
+    tied, unsettled = _not_slower(ranked, epsilon, confidence)
+    winner = min(tied, key=lambda e: canonical_order(e.measurement, defaults))
+    others = [e for e in (tied if len(tied) > 1 else ranked) if e is not winner]
     runner_up = others[0] if others else None
     ratio = runner_up.estimate.over(winner.estimate) if runner_up else None
-    slower = [_slower(e, winner, e in tied, confidence) for e in ranked if e is not winner]
+    words = {**dict.fromkeys(unsettled, UNSETTLED), **dict.fromkeys(tied, TIED)}
+    slower = [
+        _slower(e, winner, words.get(e, SLOWER), confidence) for e in ranked if e is not winner
+    ]
     barred = [_barred(e, winner, confidence) for e in sorted(a8, key=_us)]
     decision = Decision(
         problem=first.problem,
@@ -165,17 +165,35 @@ def decide(
         runner_up_us=runner_up.us if runner_up else None,
         margin=ratio.margin if ratio else None,
         margin_interval=ratio.interval(confidence) if ratio else None,
-        tie=tie,
+        tie=len(tied) + len(unsettled) > 1,
         why="",
         rejected=(*slower, *barred, *rejected),
         accuracy=winner.measurement.accuracy,
     )
-    why = _why(decision, len(tied), confidence)
+    why = _why(decision, len(tied), len(unsettled), confidence)
     if winner.candidate in defaults:
         why += _default_kept(winner, ranked)
     if barred and a8[0].us < winner.us:
         why += f"; {barred[0].candidate.key} {barred[0].reason}"
     return replace(decision, why=why + _busy([e.measurement for e in ranked]))
+
+
+def _not_slower(
+    ranked: Sequence[_Entry], epsilon: float, confidence: float
+) -> tuple[list[_Entry], list[_Entry]]:
+    """Who is tied with the fastest, itself included, and who looks slower but is not settled."""
+    fastest = ranked[0]
+    strict = 1 - (1 - confidence) / RERUNS
+    tied, unsettled = [], []
+    for entry in ranked:
+        ratio = entry.estimate.over(fastest.estimate)
+        if ratio.margin <= TIE_LIMIT:
+            if not ratio.exceeds(epsilon, strict):
+                tied.append(entry)
+        # The order would not choose it, so reruns agree without the stricter level.
+        elif not ratio.exceeds(epsilon, confidence):
+            unsettled.append(entry)
+    return tied, unsettled
 
 
 def canonical_order(m: Measurement, defaults: Collection[Candidate] = ()) -> tuple[object, ...]:
@@ -251,24 +269,25 @@ _STATUS_WORDS = {
 
 
 def _percent(value: float) -> str:
-    return f"{100 * value:.3g} %"
+    percent = 100 * value
+    return f"{percent:.3g} %" if abs(percent) < 1000 else f"{percent:.0f} %"
 
 
-def _span(ratio: stats.LogRatio, confidence: float) -> str:
-    interval = ratio.interval(confidence)
+def _span(interval: tuple[float, float] | None, confidence: float) -> str:
     if interval is None:
         return "too few undisturbed samples for an interval"
     low, high = interval
-    return f"{confidence:.0%} interval {100 * low:.3g} to {100 * high:.3g} %"
+    return f"{confidence:.0%} interval {_percent(low).removesuffix(' %')} to {_percent(high)}"
 
 
-def _slower(entry: _Entry, winner: _Entry, tied: bool, confidence: float) -> Rejected:
+SLOWER = "slower by"
+TIED = "within the noise of the winner:"
+UNSETTLED = "not settled, looks slower by"
+
+
+def _slower(entry: _Entry, winner: _Entry, words: str, confidence: float) -> Rejected:
     ratio = entry.estimate.over(winner.estimate)
-    span = _span(ratio, confidence)
-    if tied:
-        reason = f"within the noise of the winner: {_percent(ratio.margin)} ({span})"
-    else:
-        reason = f"slower by {_percent(ratio.margin)} ({span})"
+    reason = f"{words} {_percent(ratio.margin)} ({_span(ratio.interval(confidence), confidence)})"
     m = entry.measurement
     return Rejected(m.candidate, m.status, reason, m.accuracy, entry.us)
 
@@ -279,24 +298,26 @@ def _barred(entry: _Entry, winner: _Entry | None, confidence: float) -> Rejected
     if winner is not None:
         gain = winner.estimate.over(entry.estimate)
         verb = "would gain" if gain.margin > 0 else "would gain nothing:"
-        reason += f"; {verb} {_percent(gain.margin)} ({_span(gain, confidence)})"
+        reason += (
+            f"; {verb} {_percent(gain.margin)} ({_span(gain.interval(confidence), confidence)})"
+        )
     m = entry.measurement
     return Rejected(m.candidate, m.status, reason, m.accuracy, entry.us)
 
 
-def _why(d: Decision, tied: int, confidence: float) -> str:
+def _why(d: Decision, tied: int, unsettled: int, confidence: float) -> str:
     at = f"{d.winner.key} takes {d.winner_us:.4g} us at {d.bucket.measured} tokens"
     if d.runner_up is None or d.margin is None:
         return f"{at} and is the only candidate that may be chosen"
-    if d.margin_interval is None:
-        span = "too few undisturbed samples for an interval"
-    else:
-        low, high = d.margin_interval
-        span = f"{confidence:.0%} interval {100 * low:.3g} to {100 * high:.3g} %"
+    span = _span(d.margin_interval, confidence)
     versus = f"{d.runner_up.key} with {d.runner_up_us:.4g} us ({_percent(d.margin)}; {span})"
-    if d.tie:
-        return f"{at}; tie of {tied} within the noise, next {versus}; canonical order decided"
-    return f"{at}, faster than {versus}"
+    if tied > 1:
+        text = f"{at}; tie of {tied} within the noise, next {versus}; canonical order decided"
+    else:
+        text = f"{at}, {'looks ' if unsettled else ''}faster than {versus}"
+    if unsettled:
+        text += f"; {unsettled} that look slower are not settled with the samples there are"
+    return text
 
 
 def _default_kept(winner: _Entry, ranked: Sequence[_Entry]) -> str:

@@ -439,7 +439,9 @@ def test_preempted_samples_do_not_rank():
     assert result.margin_interval[0] > 0.3
     assert "the machine was busy: 14 of 34 samples" in result.why
     # The planted fault: as plain numbers the same samples settle nothing.
-    assert decide([replace(busy, timing=()), measured("slower", 300)]).tie
+    steady = measured("slower", (300.0,) * 25, timing=(("blocks", "5,5,5,5,5"),))
+    assert not decide([busy, steady]).tie
+    assert decide([replace(busy, timing=BUSY_TIMING[:1]), steady]).tie
 
 
 def test_a_candidate_that_was_always_preempted_settles_nothing():
@@ -450,7 +452,20 @@ def test_a_candidate_that_was_always_preempted_settles_nothing():
     result = decide([spoiled, measured("clean", 100)])
     assert (result.winner.backend, result.tie) == ("clean", True)
     assert result.margin_interval is None
+    assert result.rejected[0].reason.startswith("not settled, looks slower by")
     assert "too few undisturbed samples" in result.rejected[0].reason
+    assert "1 that look slower are not settled" in result.why
+
+
+def test_what_looks_much_slower_is_judged_at_the_shown_confidence():
+    """Within the limit the order might prefer it, so reruns must agree; beyond, it cannot."""
+    rng = np.random.default_rng(4)
+    a = measured("z", noisy(rng, 100, 0.1, 6), device=GPU)
+    far = measured("a", noisy(rng, 150, 0.1, 6), device=GPU)
+    result = decide([a, far])
+    assert (result.winner.backend, result.tie) == ("z", False)
+    assert result.margin_interval[0] > 0.01
+    assert "faster than a" in result.why
 
 
 def test_a_rare_preemption_of_a_long_call_spoils_nothing():
