@@ -20,8 +20,8 @@ import torch
 
 from autosel.align import expert_ranks
 from autosel.backends import _rules
-from autosel.backends._steps import activate_into, reduce_into
-from autosel.backends.marlin import Workspaces, align
+from autosel.backends._steps import activate_into, align, reduce_into
+from autosel.backends.marlin import Workspaces
 from autosel.core import Device, Params, Problem, QuantScheme, Routing, Support
 from autosel.dtypes import torch_dtype
 from autosel.errors import UnsupportedError, field_error

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from autosel.align import Aligned, align_block_size
+from autosel.align import Aligned
 from autosel.backends import _rules
-from autosel.backends._steps import activate_into, reduce_into
+from autosel.backends._steps import activate_into, align, reduce_into
 from autosel.core import Device, Params, Problem, Reason, Routing, Support
 from autosel.dtypes import torch_dtype
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
@@ -80,7 +80,7 @@ class Triton(Backend):
         settings = {**default_params(problem, num_tokens), **params}
         experts, top_k = problem.num_local_experts, problem.top_k
         slots, inner = num_tokens * top_k, problem.intermediate_size
-        blocks = align_block_size(routing.topk_ids, experts, int(str(settings["BLOCK_SIZE_M"])))
+        blocks = align(routing.topk_ids, experts, int(str(settings["BLOCK_SIZE_M"])))
         h = torch.empty((slots, problem.num_shards * inner), dtype=x.dtype, device=x.device)
         a = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
         y = torch.empty((slots, x.shape[1]), dtype=x.dtype, device=x.device)

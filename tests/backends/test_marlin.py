@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autosel import dispatch, reference
-from autosel.backends import _vllm_ops, marlin
+from autosel.backends import _steps, _vllm_ops, marlin
 from autosel.backends.batched_marlin import BatchedMarlin
 from autosel.backends.marlin import BLOCK_SIZES, Marlin, default_block_size, scalar_type_id
 from autosel.core import ACTIVATIONS, Activation, Device, Problem, Routing
@@ -121,7 +121,7 @@ def test_expert_counts(name: str, experts: int) -> None:
 @pytest.mark.parametrize(("experts", "by_operator"), [(991, True), (992, False)])
 def test_the_alignment_operator_has_a_limit(experts: int, by_operator: bool) -> None:
     with stub_ops.marlin() as calls:
-        marlin.align(torch.zeros(1, 1, dtype=torch.int32), experts, 8)
+        _steps.align(torch.zeros(1, 1, dtype=torch.int32), experts, 8)
     assert bool(calls) is by_operator
 
 
