@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pandas as pd
 
+from autosel import samples
 from autosel.core import Decision, Measurement, Problem
 from autosel.errors import AutoselError, field_error
 from autosel.plot_style import Caption, Frame, Style, drawing, new_frame, styles
 from autosel.roofline import Ceilings, roofline
-from autosel.stats import ranking_quantile, summarize
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,10 +49,10 @@ def latency_data(measurements: Iterable[Measurement]) -> pd.DataFrame:
     """
     best: dict[tuple[str, str, int], dict[str, Any]] = {}
     for item in measurements:
-        if item.status != "ok" or not item.times_us:
+        summary = samples.summary(item)
+        if summary is None:
             continue
         backend = item.candidate.backend
-        summary = summarize(item.times_us, ranking_quantile(item.device.kind))
         row = {
             "series": series_name(backend, item.accuracy),
             "backend": backend,
