@@ -1,0 +1,165 @@
+"""The Python API: the main job in a few lines, the same that the command line does.
+
+>>> import autosel
+>>> result = autosel.sweep("path/to/checkpoint")   # or a preset: "qwen3-30b-a3b"
+>>> result.decision(tokens=16).winner.key
+>>> autosel.explain("path/to/checkpoint", tokens=16).why
+>>> autosel.plot("path/to/checkpoint", "latency.png")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autosel import presets
+from autosel.checkpoint import Checkpoint
+from autosel.core import Device
+from autosel.device import detect
+from autosel.errors import CheckpointError, ConfigError, field_error
+from autosel.explanation import Explanation
+from autosel.explanation import explain as _explain
+from autosel.sources import CheckpointSource, RandomSource, WeightSource
+from autosel.store import Store
+from autosel.tune import sweep as _sweep
+from autosel.tune_types import Observer, SweepResult, SweepSettings
+
+Target = str | Path | WeightSource
+Database = str | Path | Store | None
+
+
+def open_checkpoint(path: str | Path) -> Checkpoint:
+    """Open a model folder: its layers, their formats, the accounting of its expert tensors.
+
+    Reads configs and headers, no weights. Raises ConfigError or CheckpointError in one line.
+    """
+    return Checkpoint.open(path)
+
+
+def source(target: Target, *, layer: int | None = None, **options: Any) -> WeightSource:
+    """Where weights come from: a checkpoint folder, else a preset with made-up weights.
+
+    layer    number of a checkpoint's MoE layer; its first quantised one when left out
+    options  checkpoint: ``tp_rank, tp_size, ep_rank, ep_size, act_dtype``; preset: those of
+             :func:`autosel.presets.get`, and ``seed`` of the weights
+
+    Raises AutoselError when ``target`` is neither, or has no such layer.
+    """
+    if not isinstance(target, str | Path):
+        return target
+    if Path(target).is_dir():
+        chosen = _first_layer(target) if layer is None else layer
+        made: WeightSource = CheckpointSource(str(target), chosen, **options)
+    else:
+        if isinstance(target, Path) or layer is not None:
+            raise CheckpointError(field_error(str(target), "checkpoint", "nothing", "a folder"))
+        seed = options.pop("seed", 0)
+        try:
+            made = RandomSource(presets.get(target, **options), seed)
+        except ConfigError as error:
+            raise ConfigError(f"{target!r} is no checkpoint folder; {error}") from None
+    return made
+
+
+def sweep(
+    target: Target,
+    *,
+    tokens: Sequence[int] = (),
+    routing: str = "uniform",
+    backends: Sequence[str] = (),
+    allow_a8: bool = False,
+    layer: int | None = None,
+    device: Device | None = None,
+    db: Database = None,
+    observer: Observer | None = None,
+    settings: SweepSettings | None = None,
+    **options: Any,
+) -> SweepResult:
+    """Pack, verify and time every backend that can run the layer here; store it all and decide.
+
+    tokens    token counts to measure; the device kind's default when left out
+    db        database file or open Store (default: the user's; see :meth:`Store.open`)
+    settings  everything else there is to choose; the arguments above override it
+    options   of :func:`source`
+
+    Interrupted, it goes on where it stopped when called again.
+    """
+    chosen = settings or SweepSettings()
+    given: dict[str, Any] = {}
+    if tokens:
+        given["token_counts"] = tuple(tokens)
+    if backends:
+        given["backends"] = tuple(backends)
+    if routing != "uniform":
+        given["routing"] = routing
+    if allow_a8:
+        given["allow_a8"] = True
+    chosen = replace(chosen, **given)
+    weights = source(target, layer=layer, **options)
+    with _store(db) as store:
+        return _sweep(weights, chosen, device=device, store=store, observer=observer)
+
+
+def explain(
+    target: Target,
+    tokens: int,
+    *,
+    routing: str = "uniform",
+    layer: int | None = None,
+    device: Device | None = None,
+    db: Database = None,
+    **options: Any,
+) -> Explanation:
+    """Why a backend is used for ``tokens`` tokens, or why nothing is; from the database alone."""
+    problem = source(target, layer=layer, **options).problem
+    with _store(db) as store:
+        return _explain(store, problem, device or detect(), tokens, routing=routing)
+
+
+def plot(
+    target: Target,
+    path: str | Path,
+    *,
+    routing: str = "uniform",
+    layer: int | None = None,
+    device: Device | None = None,
+    db: Database = None,
+    **options: Any,
+) -> Path:
+    """Draw latency against tokens for each backend, as PNG or SVG by suffix; returns the file.
+
+    From the database alone; needs no display. Raises AutoselError when nothing is stored.
+    """
+    from autosel import figures, plot_style  # matplotlib and pandas only when asked for
+
+    target_path = plot_style.check_path(path)
+    weights = source(target, layer=layer, **options)
+    with _store(db) as store:
+        figure = figures.latency(
+            store, weights.problem, device or detect(), routing=routing, title=weights.label
+        )
+    return plot_style.save(figure, target_path)
+
+
+@contextmanager
+def _store(db: Database) -> Iterator[Store]:
+    """The caller's own store left open, or one opened here and closed again."""
+    if isinstance(db, Store):
+        yield db
+        return
+    with Store.open(db) as store:
+        yield store
+
+
+def _first_layer(path: str | Path) -> int:
+    layers = Checkpoint.open(path).layers
+    for layer in layers:
+        if layer.status == "quantized":
+            return layer.index
+    found = "; ".join(f"layer {x.index} {x.status}: {x.reason}" for x in layers[:3])
+    raise CheckpointError(
+        field_error(str(path), "quantised MoE layers", found or "no MoE layer", "at least one")
+    )
