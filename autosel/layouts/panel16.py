@@ -86,17 +86,19 @@ def sorted_inputs(weight: QuantWeight, name: str) -> torch.Tensor | None:
     """
     if weight.g_idx is None:
         return None
+    scheme, inputs = weight.scheme, weight.num_inputs
+    size = inputs if scheme.group_size == -1 else scheme.group_size
     order = torch.argsort(weight.g_idx, dim=1, stable=True)  # [E, K]
-    found = weight.g_idx.gather(1, order)
-    size = weight.num_inputs if weight.scheme.group_size == -1 else weight.scheme.group_size
-    expected = torch.arange(weight.num_inputs, device=found.device) // size
-    if not torch.equal(found, expected.to(found.dtype).expand_as(found)):
+    found = weight.g_idx.gather(1, order)  # [E, K]
+    expected = (torch.arange(inputs, device=found.device) // size).to(found.dtype)
+    whole = weight.scales.shape[-1] == scheme.num_groups(inputs)
+    if not whole or not torch.equal(found, expected.expand_as(found)):
         raise UnsupportedError(
             field_error(
                 f"{name}.g_idx",
                 "inputs of a group",
-                "groups of other sizes",
-                f"{weight.scheme.group_size} in every group",
+                "groups of other sizes, as where a rank border cuts an act-order layer",
+                f"{size} in every group",
             )
         )
     return order
