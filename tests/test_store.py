@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 
-from autosel import storefile
+from autosel import records, storefile
 from autosel.core import (
     Activation,
     Candidate,
@@ -538,6 +538,12 @@ def test_the_export_is_strict_json_with_every_failure(store):
     assert d["device"]["name"] == "Test GPU"
     assert d["timing"] == {"cache": "cold", "graph": True}
     assert strict(store.export_json(problem=replace(PROBLEM, top_k=1)))["measurements"] == []
+
+
+@pytest.mark.parametrize("value", [math.nan, [math.inf], {"x": -math.inf}, object(), {1: {2}}])
+def test_text_that_is_not_strict_json_is_never_made(value):
+    with pytest.raises(StoreError, match="plain finite JSON"):
+        records.to_json(value)
 
 
 def test_the_views_give_names_and_figures_to_people(store):
