@@ -28,6 +28,9 @@ from autosel.reference import checked_input, exact_arithmetic, routed_parts
 #: the act dtype, zero points times scales folded into one number.
 SYSTEMATIC = ("weights", "scales", "zeros")
 
+#: Variances below this are too close to the end of float32's range to be multiplied on.
+FLOAT32_SAFE = 1e-24
+
 #: Largest code of a symmetric 8-bit activation.
 INT8_MAX = 127.0
 
@@ -105,7 +108,11 @@ def judge(
     accuracies: Sequence[AccuracyClass] = ("exact", "a8"),
     dtype: torch.dtype = torch.float64,
 ) -> Judged:
-    """Reference and error scales in one pass over the experts, each dequantised once."""
+    """Reference and error scales in one pass over the experts, each dequantised once.
+
+    With float32 the answer still comes in float64, from a second pass, where a square of the
+    numbers met would leave float32's range.
+    """
     problem = experts.problem
     act_dtype = torch_dtype(problem.act_dtype)
     rounding = Rounding.of(act_dtype)
@@ -114,6 +121,7 @@ def judge(
     total = torch.zeros(x.shape, dtype=dtype, device=x.device)  # [M, H] sum of slots
     variances = [torch.zeros_like(total) for _ in accuracies]
     overflows = torch.zeros(len(x), dtype=torch.bool, device=x.device)  # [M]
+    smallest = torch.full((), torch.inf, dtype=dtype, device=x.device)
     with exact_arithmetic(x.device):
         for part in routed_parts(x, experts, routing, expert_map):
             first = NoisyGemm(
@@ -136,6 +144,7 @@ def judge(
                 # Once for the router weight's own type and once for a 16-bit sum over slots.
                 leaving = 2 * rounding.variance(y * factor)
                 h_own, y_own = first.variance(rows, h), second.variance(a, y)
+                smallest = smallest.minimum(torch.minimum(h_own.min(), y_own.min()))
                 for variance, accuracy in zip(variances, accuracies, strict=True):
                     carried = slope.square() * (h_own + first.carried(rows, entering, accuracy))
                     inner = sum(carried.chunk(problem.num_shards, dim=-1), rounding.variance(a))
@@ -143,6 +152,16 @@ def judge(
                     variance.index_add_(0, tokens, factor.square() * y_variance + leaving)
         last = rounding.variance(total)
         scales = [(variance + (variance > 0) * last).sqrt() for variance in variances]
+    finite = all(bool(scale.isfinite().all()) for scale in scales)
+    if dtype == torch.float32 and (smallest < FLOAT32_SAFE or not finite):
+        return judge(
+            x,
+            experts,
+            routing,
+            expert_map=expert_map,
+            accuracies=accuracies,
+            dtype=torch.float64,
+        )
     overflows |= (total.abs() > largest).any(dim=-1)
     return Judged(total, dict(zip(accuracies, scales, strict=True)), overflows)
 

@@ -124,6 +124,15 @@ def _every_expert(plan: _Plan) -> Routing:
     return Routing(ids, plan.made_up("uniform", rows).topk_weights)
 
 
+def _each_alone(plan: _Plan) -> Routing:
+    """One token for each local expert and no other slot: a small expert beside a large one in a
+    token would be judged by the rounding of the large one."""
+    problem = plan.problem
+    ids = torch.full((problem.num_local_experts, problem.top_k), NOWHERE, dtype=torch.int32)
+    ids[:, 0] = torch.arange(problem.num_local_experts) + plan.rank * problem.num_local_experts
+    return Routing(ids, plan.made_up("uniform", len(ids)).topk_weights)
+
+
 def _stray_slots(plan: _Plan) -> Routing:
     """Ids of -1, ids that are no expert, an expert twice in one token, a token with none."""
     routing = plan.made_up("uniform", max(8, plan.num_tokens))
@@ -157,6 +166,7 @@ OUTLIERS = "every expert, outlier channels"
 SPECIAL: dict[str, Callable[[_Plan], Routing]] = {
     "every expert": _every_expert,
     OUTLIERS: _every_expert,
+    "each expert alone": _each_alone,
     "stray slots": _stray_slots,
     "nothing here": _nothing_here,
     IDENTICAL: _identical,

@@ -80,6 +80,9 @@ def test_every_local_expert_is_hit_and_every_kind_of_slot_occurs():
         by_name = {case.name: case for case in cases}
         every = by_name["every expert"].routing.topk_ids
         assert all((every == e).sum() >= 2 for e in held)
+        alone = by_name["each expert alone"].routing.topk_ids
+        assert alone[:, 0].tolist() == list(held)
+        assert (alone[:, 1:] == -1).all()
         stray = by_name["stray slots"].routing.topk_ids
         assert {-1, -5, p.num_experts, 2**31 - 1} <= set(stray.flatten().tolist())
         assert (stray[3, 0] == stray[3, 1]).item()
@@ -98,6 +101,44 @@ def test_inputs_have_a_realistic_size(factor):
     for expert in range(P.num_experts):
         h = x @ dequantize_expert(w13, expert).T
         assert 0.3 < h.square().mean().sqrt() < 1.5
+
+
+def extreme_scales(change):
+    scales = EXPERTS.w13.scales.clone()
+    change(scales)
+    return replace(EXPERTS, w13=replace(EXPERTS.w13, scales=scales))
+
+
+def far_apart(scales):
+    scales[1] *= 1e-6
+    scales[2] *= 1e4
+
+
+def one_group_of_zeros(scales):
+    scales[3, 5, 1] = 0
+
+
+def all_zeros(scales):
+    scales.zero_()
+
+
+def nearly_nothing(scales):
+    scales *= 1e-20
+
+
+@pytest.mark.parametrize("change", [far_apart, one_group_of_zeros, all_zeros, nearly_nothing])
+def test_extreme_scales(change):
+    experts = extreme_scales(change)
+    cases = make_cases(experts, token_counts=(1, 17))
+    verdict = verify_candidate(Truthful(), pack(experts), {}, cases, experts=experts)
+    assert verdict.status == "ok", verdict.reason
+    assert verdict.score < 0.6
+    assert verdict.audit_score < 4
+    if change is far_apart:
+        # The faults of a small expert are seen as well as those of a large one.
+        packed = pack(experts)
+        packed.tensors["w13.codes"][1] = packed.tensors["w13.codes"][0]
+        assert verify_candidate(Truthful(), packed, {}, cases).status == "wrong"
 
 
 class HalfWritten(Truthful):
