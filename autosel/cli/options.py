@@ -78,7 +78,9 @@ class LayerOptions:
 
 
 _LAYER_OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option("--layer", type=click.IntRange(0), help="Layer number of a checkpoint."),
+    click.option(
+        "--layer", type=click.IntRange(0), metavar="N", help="Layer number of a checkpoint."
+    ),
     click.option("--bits", type=click.Choice([4, 8]), help="Preset: weight bits (default 4)."),
     click.option(
         "--group-size", type=group_size, metavar="N|channel",
@@ -86,13 +88,16 @@ _LAYER_OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option("--asym", is_flag=True, help="Preset: weights with zero points."),
     click.option("--act-order", is_flag=True, help="Preset: groups in activation order (g_idx)."),
-    click.option("--experts", type=click.IntRange(1), help="Preset: fewer experts than the model."),
+    click.option(
+        "--experts", type=click.IntRange(1), metavar="N",
+        help="Preset: fewer experts than the model.",
+    ),
     click.option(
         "--act-dtype", type=click.Choice(list(ACT_DTYPES)),
         help="Activation type (default: the checkpoint's; bfloat16 for presets).",
     ),
     click.option(
-        "--tp", type=click.IntRange(1), default=1, show_default=True,
+        "--tp", type=click.IntRange(1), metavar="N", default=1, show_default=True,
         help="Tensor-parallel ranks that share the layer; rank 0's part is meant.",
     ),
 )  # fmt: skip

@@ -14,7 +14,7 @@ from autosel.errors import AutoselError, CheckpointError, field_error
 
 @click.command(cls=Command)
 @click.argument("checkpoint")
-@click.option("--layer", type=click.IntRange(0), required=True, help="Layer number.")
+@click.option("--layer", type=click.IntRange(0), metavar="N", required=True, help="Layer number.")
 @click.option(
     "-o", "--output", required=True, type=click.Path(dir_okay=False),
     help="Safetensors file to write.",

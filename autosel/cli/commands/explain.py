@@ -28,7 +28,11 @@ if TYPE_CHECKING:
 @click.command(cls=Command)
 @target_argument
 @click.option(
-    "--tokens", type=click.IntRange(1, MAX_TOKENS), required=True, help="Tokens in the call."
+    "--tokens",
+    type=click.IntRange(1, MAX_TOKENS),
+    metavar="M",
+    required=True,
+    help="Tokens in the call.",
 )
 @layer_options
 @routing_option

@@ -27,7 +27,7 @@ from autosel.cli.report import Report, note
 )  # fmt: skip
 @click.option(
     "--size", type=(click.FloatRange(3, 40), click.FloatRange(2.5, 40)), default=(9.0, 5.6),
-    show_default=True, help="Width and height in inches.",
+    metavar="W H", show_default=True, help="Width and height in inches.",
 )  # fmt: skip
 @layer_options
 @routing_option

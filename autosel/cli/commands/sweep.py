@@ -47,11 +47,11 @@ if TYPE_CHECKING:
     help="Let backends that quantise activations to 8 bits win; otherwise they are only reported.",
 )  # fmt: skip
 @click.option(
-    "--budget", type=click.IntRange(1), default=32, show_default=True,
+    "--budget", type=click.IntRange(1), metavar="N", default=32, show_default=True,
     help="Settings tried for each backend and token count.",
 )  # fmt: skip
 @click.option(
-    "--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True,
+    "--seed", type=click.IntRange(0, 2**31 - 1), metavar="N", default=0, show_default=True,
     help="Seed of activations, routing and search.",
 )  # fmt: skip
 @click.option(
