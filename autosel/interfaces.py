@@ -102,9 +102,13 @@ class Requirements:
         self._reasons: list[Reason] = []
 
     def need(self, ok: bool, what: str, found: object, required: object) -> bool:
-        """Record a reason unless ``ok``; returns ``ok`` so that dependent checks can be skipped."""
-        if not ok:
-            self._reasons.append(Reason(what, str(found), str(required)))
+        """Record a reason unless ``ok``; returns ``ok`` so that dependent checks can be skipped.
+
+        The same reason found by two rules is recorded once.
+        """
+        reason = Reason(what, str(found), str(required))
+        if not ok and reason not in self._reasons:
+            self._reasons.append(reason)
         return ok
 
     def one_of(self, what: str, found: object, allowed: tuple[object, ...]) -> bool:

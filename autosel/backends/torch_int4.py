@@ -32,7 +32,6 @@ class TorchInt4(Backend):
         for name, scheme, (_, outputs, inputs) in gemms.schemes(problem):
             group = gemms.group_inputs(scheme, inputs)
             needs.one_of(f"{name} bits", scheme.num_bits, (4,))
-            needs.need(not scheme.has_g_idx, f"{name} act-order", "g_idx", "contiguous groups")
             needs.one_of(f"{name} inputs of a group", group, GROUP_SIZES)
             needs.multiple(f"{name} inputs", inputs, group)
             needs.multiple(f"{name} outputs", outputs, OUTPUTS_MULTIPLE)
@@ -61,6 +60,9 @@ class TorchInt4(Backend):
         }
 
         def linear(name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
+            gather = tensors.get(f"{name}_gather")
+            if gather is not None:
+                rows = rows.index_select(1, gather[expert])
             product: torch.Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(
                 rows,
                 tensors[name][expert],

@@ -3,6 +3,7 @@
     w13, w2                uint8 [E, N, K/2]   in the order of this CPU's build of the operator
     w*_scales_and_zeros    ``dtype`` [E, G, N, 2]
     w*_bias                float32 [E, N]
+    w*_gather              int32 [E, K]        act-order: packed input k is input gather[k]
 
 A weight is ``(u - 8) * scale + zero``; a zero point ``z`` becomes ``zero = (8 - z) * S``. In
 float32 that product is exact for 16-bit scales; in bfloat16 it is rounded to 8 bits, an error that
@@ -79,7 +80,7 @@ class AtenInt4(Layout):
         total, width = 0, torch_dtype(self.dtype).itemsize
         for _, scheme, (experts, outputs, inputs) in gemms.schemes(problem):
             row = inputs // 2 + scheme.num_groups(inputs) * 2 * width + 4 * problem.has_bias
-            total += experts * outputs * row
+            total += experts * (outputs * row + 4 * inputs * scheme.has_g_idx)
         return total
 
     def pack(self, experts: CanonicalExperts) -> PackedExperts:
@@ -95,10 +96,15 @@ class AtenInt4(Layout):
                 zeros = expert_zeros(weight, e)  # [N, G]
                 term = ((_MIDDLE - zeros.float()) * scales.float()).to(dtype)
                 self._check_finite(term, f"{name} of expert {e}")
+                codes = expert_codes(weight, e)  # [N, K]
                 parts = {
-                    name: pack_codes(expert_codes(weight, e)),
-                    f"{name}_scales_and_zeros": torch.stack((scales, term), -1).transpose(0, 1),
+                    f"{name}_scales_and_zeros": torch.stack((scales, term), -1).transpose(0, 1)
                 }
+                order = common.sorted_inputs(weight, e, name)
+                if order is not None:
+                    codes = codes[:, order]
+                    parts[f"{name}_gather"] = order.to(torch.int32)
+                parts[name] = pack_codes(codes)
                 common.fill(tensors, e, count, parts)
                 lone = (scales == 0) & (zeros != _MIDDLE)
                 if bool(lone.any()):
@@ -115,10 +121,13 @@ class AtenInt4(Layout):
             for e in range(count):
                 pairs = packed.tensors[f"{name}_scales_and_zeros"][e].transpose(0, 1)  # [N, G, 2]
                 scales, term = pairs[..., 0], pairs[..., 1]
-                parts = {
-                    "codes": pack_last(unpack_codes(packed.tensors[name][e]), 4),
-                    "scales": scales.to(common.scale_dtype(scheme)),
-                }
+                codes = unpack_codes(packed.tensors[name][e])  # [N, K]
+                parts = {"scales": scales.to(common.scale_dtype(scheme))}
+                if scheme.has_g_idx:
+                    order = packed.tensors[f"{name}_gather"][e].long()
+                    codes = codes[:, torch.argsort(order)]
+                    parts["g_idx"] = common.group_index_of(order, scheme, inputs)
+                parts["codes"] = pack_last(codes, 4)
                 if not scheme.symmetric:
                     ratio = torch.where(scales == 0, 0, term.double() / scales.double())
                     zeros = (_MIDDLE - ratio).round().to(torch.uint8)
@@ -143,7 +152,6 @@ class AtenInt4(Layout):
         group = gemms.group_inputs(scheme, inputs)
         for what, found, required, ok in (
             ("bits", scheme.num_bits, 4, scheme.num_bits == 4),
-            ("act-order", scheme.has_g_idx, False, not scheme.has_g_idx),
             ("inputs of a group", group, f"one of {GROUP_SIZES}", group in GROUP_SIZES),
             ("inputs", inputs, f"a multiple of {group}", inputs % group == 0),
             (

@@ -134,12 +134,30 @@ def cases_of(problem: Problem):
     return make_cases(experts_of(problem), token_counts=(1, 3, 33))
 
 
+def offered(name: str, key: str) -> bool:
+    """Whether a pair is tested as supported; a rule that raises is, so that its test fails."""
+    try:
+        return bool(registry.get(name).supports(PROBLEMS[key], device()))
+    except Exception:
+        return True
+
+
+def pairs(keys=tuple(PROBLEMS)):
+    """(backend, problem) of every pair that this machine runs; the others are refusals."""
+    return [
+        pytest.param(name, key, id=f"{name}-{key}")
+        for name in NAMES
+        for key in keys
+        if offered(name, key)
+    ]
+
+
+EDGES = ("w4-g32", "w8-channel", "fp16")
+every_pair = pytest.mark.parametrize(("name", "key"), pairs())
+edge_pairs = pytest.mark.parametrize(("name", "key"), pairs(EDGES))
+
+
 def points(backend, problem: Problem):
-    """Every legal point of a supported problem; none where the backend refuses, with reasons."""
-    support = backend.supports(problem, device())
-    if not support:
-        assert support.reasons
-        return []
     found = list(backend.space(problem, 16, device()))
     assert found, "a supported problem needs at least one legal point"
     return found
@@ -167,11 +185,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
-@pytest.fixture(params=NAMES)
-def name(request):
-    return request.param
-
-
 @pytest.fixture(autouse=True)
 def one_thread():
     """Small matrices on many threads measure the barrier; one test below varies the threads."""
@@ -194,27 +207,28 @@ def test_what_pytorchs_own_operators_take():
     """Guards against a rule that refuses too much, which every other test here would pass."""
     int8 = {"w8-channel", "w8-group-is-channel", "w8-channel-bias", "fp16-w8-channel"}
     assert supported_by("torch_int8") == {*int8, "w8-expert-parallel"}
-    never = {"w4-g16", "w4-act-order", "w4-act-order-asym", "mixed-bits"}
+    never = {"w4-g16", "mixed-bits"}
     never |= {"inter-8", "inter-8-channel", "odd-sizes", "partial-last-group"}
     w4 = {key for key, problem in PROBLEMS.items() if problem.w13.num_bits == 4}
     assert supported_by("torch_int4") == w4 - never
 
 
-@pytest.mark.parametrize("key", PROBLEMS)
-def test_a_refusal_gives_every_reason_with_found_and_required(name, key):
+@pytest.mark.parametrize("name", NAMES)
+def test_a_refusal_gives_every_reason_with_found_and_required(name):
     backend = registry.get(name)
-    support = backend.supports(PROBLEMS[key], device())
-    for reason in support.reasons:
-        assert reason.what
-        assert reason.found
-        assert reason.required
-        assert "\n" not in str(reason)
-    available = backend.available(device())
-    assert set(available.reasons) <= set(support.reasons)
-    assert len(set(support.reasons)) == len(support.reasons)
+    for problem in PROBLEMS.values():
+        support = backend.supports(problem, device())
+        for reason in support.reasons:
+            assert reason.what
+            assert reason.found
+            assert reason.required
+            assert "\n" not in str(reason)
+        available = backend.available(device())
+        assert set(available.reasons) <= set(support.reasons)
+        assert len(set(support.reasons)) == len(support.reasons)
 
 
-@pytest.mark.parametrize("key", PROBLEMS)
+@every_pair
 def test_packing_is_pure_sized_and_invertible(name, key):
     problem = PROBLEMS[key]
     backend = registry.get(name)
@@ -246,11 +260,10 @@ def test_packing_is_pure_sized_and_invertible(name, key):
         elif not layout.invertible:
             with pytest.raises(UnsupportedError):
                 layout.unpack(packed)
-    supported = bool(backend.supports(problem, device()))
-    assert packed_any == supported, "a supported problem needs a layout that takes ordinary values"
+    assert packed_any, "a supported problem needs a layout that takes ordinary values"
 
 
-@pytest.mark.parametrize("key", PROBLEMS)
+@every_pair
 def test_numbers_are_right(name, key):
     problem = PROBLEMS[key]
     backend = registry.get(name)
@@ -274,10 +287,7 @@ def run(backend, packed, x, routing, params, **rest):
     return out
 
 
-EDGES = ("w4-g32", "w8-channel", "fp16")
-
-
-@pytest.mark.parametrize("key", EDGES)
+@edge_pairs
 def test_no_tokens(name, key):
     problem = PROBLEMS[key]
     backend = registry.get(name)
@@ -289,7 +299,7 @@ def test_no_tokens(name, key):
         assert out.dtype == torch_dtype(problem.act_dtype)
 
 
-@pytest.mark.parametrize("key", EDGES)
+@edge_pairs
 def test_tokens_of_experts_elsewhere_give_exact_zeros(name, key):
     problem = PROBLEMS[key]
     backend = registry.get(name)
@@ -302,7 +312,7 @@ def test_tokens_of_experts_elsewhere_give_exact_zeros(name, key):
             assert not run(backend, packed, x, Routing(ids, weights), params).any()
 
 
-@pytest.mark.parametrize("key", EDGES)
+@edge_pairs
 @pytest.mark.parametrize("kind", ["one_hot:1", "all_but_one:1"])
 @pytest.mark.parametrize("num_tokens", [1, 2, 5, 17, 64])
 def test_hot_and_cold_experts_at_odd_token_counts(name, key, kind, num_tokens):
@@ -328,20 +338,20 @@ def test_hot_and_cold_experts_at_odd_token_counts(name, key, kind, num_tokens):
             assert same_bits(now, then)
 
 
-@pytest.mark.parametrize("key", EDGES)
-@pytest.mark.parametrize("threads", [2, 3])
+@edge_pairs
+@pytest.mark.parametrize("threads", [2])
 def test_more_threads(name, key, threads):
     problem = PROBLEMS[key]
     backend = registry.get(name)
     for params in points(backend, problem):
         packed = packed_for(backend, problem, params)
         torch.set_num_threads(threads)
-        verdict = verify_candidate(backend, packed, params, cases_of(problem), repeats=1)
+        verdict = verify_candidate(backend, packed, params, cases_of(problem)[:3], repeats=1)
         torch.set_num_threads(1)
         assert verdict, f"{params}: {verdict.reason}"
 
 
-@pytest.mark.parametrize("key", EDGES)
+@edge_pairs
 def test_identical_rows_get_equal_answers(name, key):
     """64 equal rows agree with each other and with the row alone, within the tolerance."""
     problem = PROBLEMS[key]
@@ -367,9 +377,10 @@ def test_identical_rows_get_equal_answers(name, key):
             assert verdict, f"{params}: {verdict.reason}"
 
 
-def test_new_weights_at_a_used_address_are_seen(name):
+@pytest.mark.parametrize(("name", "key"), pairs(("w4-g32",)))
+def test_new_weights_at_a_used_address_are_seen(name, key):
     """A kernel that keeps copies of weights by address must not answer with the old ones."""
-    problem = PROBLEMS["w4-g32"]
+    problem = PROBLEMS[key]
     backend = registry.get(name)
     x, routing = fresh(problem, 5), make_routing("uniform", 5, problem, seed=5)
     for params in points(backend, problem):
@@ -409,6 +420,8 @@ def _scale_row(tensors):
 
 
 def _zero_point(tensors):
+    if "w13.zero_points" not in tensors:
+        return {}
     zeros = tensors["w13.zero_points"].clone()
     zeros[1, 4, 1] ^= 1
     return {"w13.zero_points": zeros}
@@ -439,21 +452,17 @@ def with_tensors(experts: CanonicalExperts, changes) -> CanonicalExperts:
     return replace(experts, w13=changed(experts.w13, "w13."), w2=changed(experts.w2, "w2."))
 
 
-@pytest.mark.parametrize(
-    ("key", "fault"),
-    [
-        (key, fault)
-        for key in ("w4-g32", "w4-asym", "w8-channel")
-        for fault in FAULTS
-        if fault != "zero_point" or not PROBLEMS[key].w13.symmetric
-    ],
-)
+@pytest.mark.parametrize(("name", "key"), pairs(("w4-g32", "w4-asym", "w8-channel")))
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_layout_fault_is_seen(name, key, fault):
     """Packed weights with one fault fail the round trip (invertible layouts) or the judge."""
     problem = PROBLEMS[key]
     backend = registry.get(name)
     experts = experts_of(problem)
-    faulty = with_tensors(experts, FAULTS[fault](tensors_of(experts)))
+    changes = FAULTS[fault](tensors_of(experts))
+    if not changes:
+        return  # symmetric weights have no zero points
+    faulty = with_tensors(experts, changes)
     for params in points(backend, problem):
         layout = backend.layout(problem, params)
         packed = layout.pack(faulty)
@@ -472,9 +481,10 @@ def test_a_planted_layout_fault_is_seen(name, key, fault):
         assert seen, f"{layout.key} {params}"
 
 
+@pytest.mark.parametrize(("name", "key"), pairs(("w4-g32",)))
 @pytest.mark.parametrize("fault", ["scale_row", "swapped_experts", "gate_and_up"])
-def test_the_judge_alone_sees_faults_of_a_row_or_more(name, fault):
-    problem = PROBLEMS["w4-g32"]
+def test_the_judge_alone_sees_faults_of_a_row_or_more(name, key, fault):
+    problem = PROBLEMS[key]
     backend = registry.get(name)
     experts = experts_of(problem)
     faulty = with_tensors(experts, FAULTS[fault](tensors_of(experts)))
@@ -489,9 +499,10 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
-def test_values_that_a_type_cannot_hold_are_refused_or_right(name):
+@pytest.mark.parametrize(("name", "key"), pairs(("fp16-with-bf16-scales",)))
+def test_values_that_a_type_cannot_hold_are_refused_or_right(name, key):
     """bf16 scales of 1e-8 and 70000 with fp16 activations: never silently 0 or infinite."""
-    problem = PROBLEMS["fp16-with-bf16-scales"]
+    problem = PROBLEMS[key]
     backend = registry.get(name)
     experts = experts_of(problem)
     for value in (1e-8, 70000.0):
