@@ -122,8 +122,8 @@ class Decision:
     """The answer for one token bucket.
 
     ``margin`` is ``runner_up_us / winner_us - 1`` and ``margin_interval`` its 95 % confidence
-    interval; ``tie`` says that the interval does not clear the noise, in which case a stated
-    canonical order decided.
+    interval; ``tie`` says that some rival could not be told apart from the winner with the samples
+    there are. Among those close to the fastest a stated canonical order decided; ``why`` says so.
     """
 
     problem: Problem
