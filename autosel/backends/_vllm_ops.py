@@ -10,6 +10,7 @@ Releases differ in their arguments, so calls are made from the operator's schema
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 from collections.abc import Mapping
@@ -32,20 +33,26 @@ _FILES = {
 _lock = threading.Lock()
 _errors: dict[str, str] = {}
 _tried: set[tuple[str, Path]] = set()
+_missing: set[tuple[str, str, str | None]] = set()
 
 
 def find(namespace: str, name: str) -> Any | None:
     """``torch.ops.<namespace>.<name>``'s default overload, loading its library at first use.
 
-    None when there is none; :func:`why_missing` then says why.
+    None when there is none; :func:`why_missing` then says why. Cheap after the first call.
     """
-    with _lock:
-        if not _registered(namespace, name) and not _taken(namespace):
-            for path in _libraries(namespace):
+    if not _registered(namespace, name):
+        key = (namespace, name, os.environ.get(LIBRARY_VARIABLE))
+        if key in _missing:
+            return None
+        with _lock:
+            for path in _libraries(namespace) if not _taken(namespace) else ():
                 if _load(namespace, path) and _registered(namespace, name):
                     break
-    if not _registered(namespace, name):
-        return None
+            else:
+                if not _registered(namespace, name):
+                    _missing.add(key)
+                    return None
     return getattr(getattr(torch.ops, namespace), name).default
 
 
@@ -91,6 +98,7 @@ def operator(namespace: str, name: str) -> Any:
     return op
 
 
+@functools.lru_cache(maxsize=64)
 def arguments(op: Any) -> tuple[str, ...]:
     """Argument names of an operator, normalised (``b_zeros_or_none`` is ``b_zeros``)."""
     return tuple(_normal(argument.name) for argument in op._schema.arguments)
@@ -153,7 +161,7 @@ def _normal(name: str) -> str:
 
 
 def _registered(namespace: str, name: str) -> bool:
-    return f"{namespace}::{name}" in torch._C._dispatch_get_all_op_names()
+    return hasattr(getattr(torch.ops, namespace), name)
 
 
 def _taken(namespace: str) -> bool:

@@ -154,6 +154,7 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         cached.cache_clear()
     monkeypatch.delenv(_vllm_ops.LIBRARY_VARIABLE, raising=False)
     monkeypatch.setattr(_vllm_ops, "DISTRIBUTIONS", ())
+    monkeypatch.setattr(_vllm_ops, "_missing", set())
     calls.clear()
     yield
     for cached in caches:

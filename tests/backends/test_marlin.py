@@ -31,6 +31,7 @@ def _no_real_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_vllm_ops, "DISTRIBUTIONS", ())
     monkeypatch.setattr(_vllm_ops, "_tried", set())
     monkeypatch.setattr(_vllm_ops, "_errors", {})
+    monkeypatch.setattr(_vllm_ops, "_missing", set())
 
 
 def routing(problem: Problem, tokens: int, seed: int = 0) -> Routing:
@@ -332,6 +333,16 @@ def test_on_a_cpu_it_says_why(name: str) -> None:
         "operator _moe_C::moe_wna16_marlin_gemm: found package vllm not installed, required "
         "pip install vllm, or AUTOSEL_VLLM_MOE_LIB=PATH/_moe_C_stable_libtorch.abi3.so"
     )
+
+
+def test_a_missing_operator_is_looked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    monkeypatch.setattr(_vllm_ops, "_libraries", lambda n: looked.append(n) or [])
+    assert _vllm_ops.find("_moe_C", "moe_wna16_marlin_gemm") is None
+    assert _vllm_ops.find("_moe_C", "moe_wna16_marlin_gemm") is None
+    assert looked == ["_moe_C"]
+    with stub_ops.marlin():  # registered later by somebody else: found all the same
+        assert _vllm_ops.find("_moe_C", "moe_wna16_marlin_gemm") is not None
 
 
 def test_a_library_that_does_not_load_is_a_reason(

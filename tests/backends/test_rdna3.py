@@ -33,6 +33,7 @@ def _no_real_operators(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.skip("a library with namespace _rocm_C is loaded: the stand-in cannot be")
     monkeypatch.delenv(_vllm_ops.LIBRARY_VARIABLE, raising=False)
     monkeypatch.setattr(_vllm_ops, "DISTRIBUTIONS", ())
+    monkeypatch.setattr(_vllm_ops, "_missing", set())
 
 
 def operator(calls: list[dict[str, Any]]) -> Any:

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from autosel import dispatch, reference, registry
+from autosel.backends import _vllm_ops
 from autosel.core import CanonicalExperts, Device, Routing
 from autosel.device import detect
 from autosel.interfaces import Backend
@@ -194,15 +195,16 @@ def test_humming_packs_as_the_package_does() -> None:
 def test_marlin_packs_as_vllms_repack_does() -> None:
     """Our words against vLLM's CUDA repack kernel, where a library with it is loaded."""
     available("marlin")
-    if not hasattr(torch.ops._C, "gptq_marlin_repack"):
-        pytest.skip("no library with the operator _C::gptq_marlin_repack is loaded")
+    repack = _vllm_ops.find("_C", "gptq_marlin_repack")
+    if repack is None:
+        pytest.skip(f"_C::gptq_marlin_repack: {_vllm_ops.why_missing('_C', 'gptq_marlin_repack')}")
     from autosel.layouts._marlin_tiles import pack_tiles
     from autosel.packing import pack_last
 
     for bits in (4, 8):
         codes = torch.randint(0, 1 << bits, (192, 256), dtype=torch.uint8, device="cuda")
         words = pack_last(codes, bits).T.contiguous()  # GPTQ: [K/pf, N]
-        theirs = torch.ops._C.gptq_marlin_repack(words, 256, 192, bits, False)
+        theirs = repack(words, 256, 192, bits, False)
         assert torch.equal(pack_tiles(codes, bits), theirs)
 
 
