@@ -21,42 +21,49 @@ def _decode_half(pre: str, *values: int) -> Params:
 
 
 UP_DECODE = {
-    2048: [(1, 4, 512, 128, 0), (2, 4, 512, 128, 0), (1, 8, 256, 128, 0), (1, 4, 512, 256, 0),
-           (1, 2, 512, 128, 0), (2, 4, 128, 128, 3), (1, 4, 128, 128, 4), (1, 4, 256, 128, 0)],
-    7168: [(1, 4, 256, 128, 0), (1, 8, 128, 128, 0), (1, 4, 128, 128, 4), (2, 4, 128, 128, 3),
-           (1, 4, 256, 128, 3), (1, 8, 128, 64, 3), (2, 8, 128, 128, 3), (1, 8, 128, 128, 4)],
-    4096: [(1, 4, 512, 128, 0), (2, 4, 128, 128, 4), (1, 4, 128, 128, 4), (2, 4, 256, 128, 3),
+    2048: [(1, 4, 256, 128, 0), (1, 4, 512, 128, 0), (1, 4, 128, 128, 0), (1, 4, 256, 64, 0),
+           (2, 4, 256, 128, 0), (1, 2, 256, 128, 0), (1, 4, 256, 256, 0), (1, 8, 128, 128, 0),
+           (1, 4, 256, 128, 2), (1, 8, 256, 64, 0), (2, 2, 256, 128, 0)],
+    7168: [(1, 4, 256, 128, 0), (1, 4, 256, 128, 3), (1, 4, 256, 128, 2), (2, 4, 256, 128, 3),
+           (1, 4, 256, 256, 3), (1, 4, 256, 64, 3), (1, 2, 512, 128, 2), (1, 2, 512, 128, 3),
+           (1, 4, 256, 128, 4), (2, 4, 128, 128, 3), (2, 4, 128, 64, 4), (1, 2, 256, 128, 4)],
+    4096: [(1, 4, 256, 128, 3), (1, 4, 512, 128, 2), (1, 2, 512, 128, 3), (1, 4, 256, 256, 3),
+           (2, 4, 512, 128, 2), (1, 4, 512, 128, 0), (2, 4, 128, 128, 4), (1, 4, 128, 128, 4), (2, 4, 256, 128, 3),
            (4, 4, 128, 128, 3), (2, 8, 128, 128, 4), (1, 4, 256, 128, 3), (4, 4, 128, 128, 4)],
 }  # fmt: skip
 DOWN_DECODE = {
-    768: [(1, 1, 256, 128, 0, 8), (1, 1, 256, 128, 0, 4), (1, 1, 256, 256, 0, 8),
-          (2, 1, 256, 128, 0, 8), (1, 1, 128, 128, 0, 8), (1, 1, 256, 64, 0, 8)],
+    768: [(1, 1, 256, 128, 0, 4), (1, 1, 256, 128, 0, 8), (1, 1, 256, 256, 0, 4),
+          (1, 1, 256, 64, 0, 4), (1, 1, 128, 128, 0, 4), (1, 1, 256, 128, 0, 2)],
     1536: [(1, 1, 256, 128, 0, 8), (1, 1, 512, 128, 0, 8), (1, 1, 256, 128, 3, 8),
            (1, 1, 512, 256, 0, 8), (1, 2, 256, 128, 0, 16), (1, 1, 128, 128, 4, 8)],
-    256: [(1, 1, 256, 128, 0, 8), (1, 1, 256, 128, 0, 4), (1, 1, 256, 64, 0, 4),
-          (2, 1, 256, 128, 0, 8), (2, 1, 256, 128, 0, 4), (1, 1, 256, 256, 0, 4)],
-    14336: [(1, 4, 128, 128, 4, 8), (1, 4, 128, 128, 6, 8), (1, 4, 256, 128, 4, 8),
-            (2, 4, 128, 128, 4, 8), (1, 8, 128, 128, 4, 16), (1, 2, 128, 128, 6, 4),
-            (1, 4, 512, 128, 3, 8)],
+    256: [(1, 1, 256, 128, 0, 4), (1, 1, 256, 64, 0, 4), (1, 1, 256, 256, 0, 4),
+          (1, 1, 256, 128, 0, 2), (1, 1, 256, 256, 0, 2), (1, 1, 128, 128, 0, 4)],
+    14336: [(1, 4, 512, 128, 3, 8), (1, 4, 512, 128, 2, 8), (1, 4, 512, 256, 3, 8),
+            (1, 2, 512, 128, 3, 4), (1, 8, 256, 128, 3, 16), (1, 2, 1024, 128, 2, 4)],
 }  # fmt: skip
 
 
 def _grouped(path: str, tok: int, shape: Shape, slots: int) -> list[Params]:
     regs = 0
     base = dict(path=path, tok=tok, up_bn=128, up_bk=128, up_stages=4, up_warps=4, up_regs=regs,
-                down_bn=128, down_bk=128, down_stages=4, down_warps=4, down_regs=regs, down_rt=0,
-                prefetch=256)  # fmt: skip
+                down_bn=128, down_bk=128, down_stages=4, down_warps=4, down_regs=regs, prefetch=256,
+                up_with="triton", down_with="triton")  # fmt: skip
     out = [base]
     if shape.inner <= 256:
-        out.append(base | dict(down_bn=64, down_rt=28, down_stages=4))
+        out.append(base | dict(down_with="rows", down_bn=64, down_rt=28, down_stages=4))
     return out
 
 
 def _prefill(tok: int, classes: str, shape: Shape, **more: Any) -> Params:
-    base = dict(path="prefill", tok=tok, classes=classes, near=4, up_bn=128, up_bk=64, up_stages=4,
+    base = dict(path="sorted", up_with="gluon", down_with="gluon", tok=tok, classes=classes, near=4, up_bn=128, up_bk=64, up_stages=4,
                 up_warps=8, up_regs=128 if tok <= 128 else 0, down_bn=128, down_bk=64,
                 down_stages=4, down_warps=8, down_regs=128 if tok <= 128 else 0,
-                down_rt=1, up_late=0, down_late=0)  # fmt: skip
+                down_rt=1, up_late=1, down_late=1)  # fmt: skip
+    if tok <= 32:  # narrow blocks: small programs, long steps
+        small = dict(bn=64, bk=128, stages=4, warps=4, regs=168, late=1)
+        base |= {f"up_{n}": v for n, v in small.items()}
+        base |= {f"down_{n}": v for n, v in small.items()}
+        base["down_bk"] = 128 if shape.inner % 512 == 0 else 64
     if shape.inner == 256:
         base |= dict(down_rt=4)
     return base | more
@@ -77,7 +84,7 @@ def bases(shape: Shape, tokens: int) -> list[Params]:
         for tok in (16, 32, 64) if 12 < mean < 65 else (16, 32) if mean > 4 else (16,):
             if mean < 65:
                 out += _grouped("sorted", tok, shape, slots)
-    if mean >= 6:
+    if slots > 32 or shape.experts <= 8:
         for tok, classes in _class_sets(mean):
             out.append(_prefill(tok, classes, shape))
     return out
@@ -85,15 +92,15 @@ def bases(shape: Shape, tokens: int) -> list[Params]:
 
 def _class_sets(mean: float) -> list[tuple[int, str]]:
     if mean <= 10:
-        return [(16, "16"), (32, "16,32")]
+        return [(8, "8"), (16, "8,16"), (16, "16")]
     if mean <= 24:
-        return [(32, "16,32"), (32, "32"), (64, "16,32,32+16,64")]
+        return [(32, "16,32"), (32, "16,16+8,32")]
     if mean <= 40:
-        return [(64, "32,32+16,64"), (64, "32,64"), (32, "16,32")]
+        return [(32, "16,32"), (48, "32,32+16")]
     if mean <= 70:
-        return [(128, "64,64+16,64+32,128"), (64, "16,32,64"), (128, "64,64+32,128")]
+        return [(128, "64,64+16,64+32,128"), (128, "64+8,64+16,64+32,128"), (96, "64,64+16,64+32")]
     if mean <= 100:
-        return [(128, "64,64+32,128"), (128, "64+16,64+32,128"), (64, "32,64")]
+        return [(128, "64+16,64+32,128"), (96, "32,64,64+16,64+32")]
     if mean <= 160:
         return [(128, "32,64+32,128"), (128, "32,64,128"), (256, "64+32,128,128+16,256")]
     return [(128, "32,64,64+32,128"), (128, "32,64,128"), (256, "64,128,128+64,256")]
@@ -110,11 +117,13 @@ def variants(shape: Shape, tokens: int, base: Params, part: str | None = None) -
         table = UP_DECODE[shape.hidden] if part == "up" else DOWN_DECODE[shape.inner]
         return [base | _decode_half(part, *v) for v in table]
     pre = part + "_"
-    if path == "prefill":
+    if part == "all" and "gluon" in (base["up_with"], base["down_with"]):
+        return [base | dict(near=n) for n in (1, 2, 8) if n != base["near"]]
+    if part != "all" and base[part + "_with"] == "gluon":
         return _prefill_variants(shape, base, part)
     if part == "all":
         return [base | dict(prefetch=v) for v in (0, 512) if v <= shape.inner]
-    if part == "down" and base["down_rt"]:
+    if part == "down" and base["down_with"] == "rows":
         options = [(64, 14, 4), (64, 56, 4), (64, 28, 3), (128, 14, 3), (64, 16, 4), (64, 8, 4)]
         rows = shape.hidden
         return [
@@ -135,8 +144,6 @@ def variants(shape: Shape, tokens: int, base: Params, part: str | None = None) -
 
 
 def _prefill_variants(shape: Shape, base: Params, part: str) -> list[Params]:
-    if part == "all":
-        return [base | dict(near=n) for n in (1, 2, 8) if n != base["near"]]
     pre = part + "_"
     out = []
     k = shape.hidden if part == "up" else shape.inner
@@ -144,26 +151,34 @@ def _prefill_variants(shape: Shape, base: Params, part: str) -> list[Params]:
     options = [
         dict(zip(names, v, strict=True))
         for v in (
-            (128, 64, 4, 8, 128, 1), (128, 64, 8, 8, 128, 0), (128, 64, 8, 8, 128, 1),
-            (128, 64, 6, 8, 128, 0), (128, 64, 6, 8, 128, 1), (128, 128, 4, 8, 128, 0),
-            (128, 128, 4, 8, 128, 1), (64, 64, 4, 4, 128, 0), (64, 64, 4, 4, 168, 1),
-            (64, 128, 4, 4, 168, 1), (128, 64, 4, 8, 0, 1), (64, 64, 8, 4, 128, 0),
-            (128, 64, 7, 8, 128, 0),
+            (128, 64, 4, 8, 128, 1), (128, 64, 8, 8, 128, 0), (128, 64, 6, 8, 128, 1),
+            (128, 128, 4, 8, 128, 0), (128, 128, 4, 8, 128, 1), (64, 64, 4, 4, 168, 1),
+            (64, 128, 4, 4, 168, 1), (128, 128, 3, 8, 0, 1), (64, 64, 8, 4, 128, 0),
+            (64, 128, 3, 4, 0, 1), (128, 128, 4, 4, 0, 1),
+            (256, 64, 4, 8, 0, 0), (256, 64, 4, 16, 128, 0), (256, 64, 4, 8, 128, 0),
         )
     ]  # fmt: skip
     for o in options:
         o = {pre + n: v for n, v in o.items()}
         steps = k // o[pre + "bk"]
-        if base["tok"] > 128 and o[pre + "regs"] == 128:
+        if base["tok"] < 64 and o[pre + "bn"] == 256:
+            continue
+        if base["tok"] > 128 and (o[pre + "regs"] == 128 or o[pre + "bn"] == 256):
+            continue
+        if (2 * shape.inner if part == "up" else shape.hidden) % o[pre + "bn"]:
             continue
         if part == "down" and base["down_rt"] > 1:
             if steps != o[pre + "stages"]:
                 continue
-            for rt in (4, 8):
+            for rt in (4, 14, 28):
                 if shape.hidden % (o["down_bn"] * rt) == 0:
                     out.append(base | o | dict(down_rt=rt))
         elif steps % o[pre + "stages"] == 0:
             out.append(base | o)
     if part == "down" and base["down_rt"] > 1:
-        out += [base | dict(down_rt=rt) for rt in (1, 2, 7, 8)]
+        rows = dict(down_with="rows", down_bn=64, down_rt=28, down_stages=4, down_warps=4)
+        out += [base | rows | dict(down_regs=0)]
+        for rt in (2, 7, 8, 14, 28):
+            if shape.hidden % (base["down_bn"] * rt) == 0:
+                out.append(base | dict(down_rt=rt))
     return out

@@ -220,6 +220,9 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
     AHEAD: gl.constexpr = STAGES - 1 if LATE else STAGES - 2
     ROWS: gl.constexpr = RT > 1
     ROUNDS: gl.constexpr = RT if ROWS else NIT // STAGES
+    gl.static_assert(
+        ROWS or STAGES * BK % GROUP == 0 or GROUP % (STAGES * BK) == 0, "a round cuts a group"
+    )
     gl.static_assert(ROWS or NIT % STAGES == 0, "K must be a multiple of BK * STAGES")
     mma0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, T0, 16])
     a0_lay: gl.constexpr = gl.DotOperandLayout(0, mma0, 2)
@@ -394,7 +397,7 @@ def prefill_launch(layer, up, x, out, xdiv, sorted_, slots, p):
     pre = "up" if up else "down"
     gemm = layer.gemm(up)
     words, scales = layer.weights(up)[:2]
-    near, bn, rt = p["near"], p[f"{pre}_bn"], 1 if up else p.get("down_rt", 1)
+    near, bn, rt = p["near"], p[f"{pre}_bn"], 1 if up else p["down_rt"]
     blocks = max_blocks(slots, layer.experts, p["tok"])
     columns = triton.cdiv(blocks, near) * near
     return Launch(

@@ -44,8 +44,10 @@ class TiledLayer:
     beta: float = 0.0
     linear_beta: float = 0.0
     gated: bool = True
+    fp16: bool = False
     asm: bool = True  # inline PTX; without it the kernels are plain Triton
     pdl: bool = True  # programmatic dependent launch (sm_90 and later)
+    gluon: bool = True  # the device is sm_90, which moe_prefill is written for
 
     @property
     def rows13(self) -> int:
@@ -120,7 +122,7 @@ def align(
 
     out = (new(slots), new(slots), new(max_blocks(slots, layer.experts, block), 4))
     common = dict(E=layer.experts, PDL=layer.pdl, **_pdl(layer))
-    if slots < 2048:
+    if slots <= 8192:
         chunk = max(128, next_power_of_two(slots))
         common |= dict(CHUNK=chunk, BLOCK=block, num_warps=max(4, chunk // 256))
         return [Launch(align_kernel, (layer.experts,), (ids, *out, slots), common)], out
@@ -265,23 +267,26 @@ def layer_launches(
         return launches
 
     sorted_ = None
-    if p["path"] != "scan":
+    if p["path"] == "sorted":
         aligning, sorted_ = align(layer, ids, p["tok"])
         launches += aligning
     y = scratch(layer.hidden)
-    if p["path"] == "prefill":
-        from autosel.kernels.moe_prefill import prefill_launch
-
-        launches.append(prefill_launch(layer, True, x, h, xdiv, sorted_, slots, p))
-        launches.append(prefill_launch(layer, False, h, y, 1, sorted_, slots, p))
-    else:
-        launches.append(grouped_launch(layer, True, x, ids, h, xdiv, sorted_, p))
-        if p.get("down_rt", 0):
-            launches.append(rows_launch(layer, h, ids, y, sorted_, p))
+    for up, source, target, div in ((True, x, h, xdiv), (False, h, y, 1)):
+        kind = p["up_with" if up else "down_with"]
+        if kind == "gluon":
+            launches.append(_prefill(layer, up, source, target, div, sorted_, slots, p))
+        elif kind == "rows":
+            launches.append(rows_launch(layer, source, ids, target, sorted_, p))
         else:
-            launches.append(grouped_launch(layer, False, h, ids, y, 1, sorted_, p))
+            launches.append(grouped_launch(layer, up, source, ids, target, div, sorted_, p))
     launches.append(reduce(layer, y, sorted_[1] if sorted_ else None, ids, weights, out))
     return launches
+
+
+def _prefill(*args: Any) -> Launch:
+    from autosel.kernels.moe_prefill import prefill_launch  # Gluon: imported where it is used
+
+    return prefill_launch(*args)
 
 
 def _gather(

@@ -12,12 +12,12 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 def make_problem(
     experts: int = 4,
-    hidden: int = 256,
-    inner: int = 128,
+    hidden: int = 128,
+    inner: int = 64,
     top_k: int = 2,
     *,
     bits: int = 4,
-    group: int = 128,
+    group: int = 32,
     symmetric: bool = True,
     act_order: bool = False,
     activation: Activation | str = "silu",

@@ -22,7 +22,7 @@ def run(ids, experts, block):
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "block"),
-    [(1, 8, 2, 16), (37, 8, 2, 16), (64, 128, 8, 16), (60, 300, 8, 32), (1100, 8, 2, 128), (300, 40, 8, 16)],
+    [(1, 8, 2, 16), (37, 8, 2, 16), (64, 128, 8, 16), (60, 300, 8, 32), (2100, 8, 2, 128), (520, 40, 8, 16)],
 )
 def test_blocks_cover_every_served_slot_once(tokens, experts, top_k, block):
     gen = torch.Generator().manual_seed(tokens)

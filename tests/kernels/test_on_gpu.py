@@ -1,0 +1,124 @@
+"""The compiled kernels on a GPU: inline assembly, Gluon, PDL, every scheme and activation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from autosel.backends.wna16_tiled import tiled_layer
+from autosel.core import Activation
+from autosel.kernels.wna16_moe import moe_forward
+from autosel.layouts.wna16_tiled import Wna16Tiled
+from tests.kernels.make import DTYPES, make_experts, make_problem
+from tests.kernels.reference import layer_reference, relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+TOLERANCE = 6e-3
+
+DECODE = dict(path="decode", up_r=1, up_ks=4, up_kw=128, up_sub=128, up_stages=0, down_r=1,
+              down_ks=1, down_kw=128, down_sub=64, down_stages=0, down_warps=4)  # fmt: skip
+LONG = DECODE | dict(up_stages=3, down_stages=3, up_r=2)
+SCAN = dict(path="scan", tok=16, up_bn=128, up_bk=128, up_stages=3, up_warps=4, down_bn=64,
+            down_bk=128, down_stages=3, down_warps=4, prefetch=128, up_with="triton",
+            down_with="triton")  # fmt: skip
+SORTED = SCAN | dict(path="sorted")
+ROWS = SORTED | dict(down_with="rows", down_rt=2)
+GLUON = dict(path="sorted", tok=32, classes="8,16,16+8,32", near=2, up_bn=128, up_bk=64,
+             up_stages=4, up_warps=8, up_late=0, down_bn=64, down_bk=64, down_stages=4,
+             down_warps=4, down_late=1, down_rt=1, up_with="gluon",
+             down_with="gluon")  # fmt: skip
+GLUON_ROWS = GLUON | dict(down_rt=2)
+PATHS = dict(decode=DECODE, long=LONG, scan=SCAN, sorted=SORTED, rows=ROWS, gluon=GLUON,
+             gluon_rows=GLUON_ROWS)  # fmt: skip
+
+
+def check(case, params, tokens=7, top_k=2, ids=None):
+    problem = make_problem(8, 512, 256, top_k, **case)
+    experts = make_experts(problem)
+    gen = torch.Generator().manual_seed(1)
+    x = (torch.randn((tokens, 512), generator=gen) * 0.5).to(DTYPES[problem.act_dtype])
+    if ids is None:
+        ids = torch.rand((tokens, 8), generator=gen).topk(top_k, 1).indices.to(torch.int32)
+    weights = torch.rand((tokens, top_k), generator=gen)
+    packed = Wna16Tiled().pack(experts)
+    tensors = {k: t.cuda() for k, t in packed.tensors.items()}
+    layer = tiled_layer(replace(packed, tensors=tensors))
+    out = torch.full_like(x, float("nan")).cuda()
+    first = None
+    for _ in range(3):
+        out.fill_(float("nan"))
+        moe_forward(layer, x.cuda(), ids.cuda(), weights.cuda(), out, params)
+        result = out.cpu()
+        assert relative_error(result, layer_reference(experts, x, ids, weights)) < TOLERANCE
+        first = result if first is None else first
+        assert torch.equal(first, result), "the result changes from run to run"
+    return result
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_paths(path, group):
+    check(dict(group=group), PATHS[path], tokens=37)
+
+
+SCHEMES = [
+    dict(bits=4, group=64, symmetric=False),
+    dict(bits=8, group=32),
+    dict(bits=8, group=-1, symmetric=False),
+    dict(group=-1),
+    dict(dtype="float16", group=32),
+    dict(dtype="float16", group=32, symmetric=False),
+    dict(dtype="float16", group=64, bits=8),
+    dict(dtype="float16", group=64, bits=8, symmetric=False),
+    dict(bias=True),
+    dict(act_order=True, group=32),
+]
+
+
+@pytest.mark.parametrize("path", ["decode", "long", "scan", "sorted", "rows"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_schemes(path, scheme):
+    check(scheme, PATHS[path])
+
+
+ACTIVATIONS = [
+    Activation("silu", limit=1.0),
+    Activation("gelu"),
+    Activation("gelu_tanh"),
+    Activation("swigluoai"),
+    Activation("swigluoai_uninterleave", limit=2.0, alpha=1.3, beta=0.5),
+    Activation("swiglustep"),
+    Activation("situ", beta=2.0, linear_beta=3.0),
+    Activation("silu_no_mul"),
+    Activation("gelu_tanh_no_mul"),
+    Activation("relu2_no_mul"),
+]
+
+
+@pytest.mark.parametrize("path", ["decode", "sorted"])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.key)
+def test_activations(path, activation):
+    check(dict(activation=activation), PATHS[path])
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_slots_served_elsewhere_add_nothing(path):
+    ids = torch.tensor([[0, -1], [-1, -1], [3, 2], [2, 0], [-1, 2]], dtype=torch.int32)
+    result = check({}, PATHS[path], tokens=5, ids=ids)
+    assert torch.equal(result[1], torch.zeros_like(result[1]))
+
+
+@pytest.mark.parametrize("path", ["scan", "sorted", "rows", "gluon", "gluon_rows"])
+def test_one_hot_expert(path):
+    check({}, PATHS[path], tokens=70, ids=torch.tensor([[1, 2]] * 70, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("tokens", [600, 5000])
+def test_many_slots(tokens):
+    check({}, SORTED, tokens=tokens)
