@@ -75,7 +75,7 @@ def estimate(m: Measurement) -> stats.Estimate:
 def _blocks(text: object, samples: int) -> tuple[int, ...]:
     parts = text.split(",") if isinstance(text, str) else []
     sizes = tuple(int(part) for part in parts if part.isdecimal())
-    return sizes if sum(sizes) == samples and all(sizes) else ()
+    return sizes if sum(sizes) == samples else ()
 
 
 def _numbers(text: object, samples: int) -> tuple[float, ...]:

@@ -151,6 +151,15 @@ def test_drift_between_blocks_that_both_suffered_cancels():
     assert stats.compare(slow, fast, 0.5, blocks=(5,) * 6).exceeds(0.01, 0.9975)
 
 
+def test_few_blocks_are_known_to_vary_less_among_themselves_than_about_the_truth():
+    rng = np.random.default_rng(15)
+    slow = stats.estimate(blocky(rng, 4, 10, 0.1), 0.5, blocks=(10,) * 4)
+    fast = stats.estimate((100.0,) * 40, 0.5, blocks=(10,) * 4)
+    low, high = np.quantile(slow.block_replicas - fast.block_replicas, [0.05, 0.95])
+    expected = (high - low) / (2 * 1.6449) * math.sqrt(4 / 3)
+    assert slow.over(fast).stderr == pytest.approx(expected, rel=1e-4)
+
+
 def test_blocks_of_different_sizes_weigh_the_same():
     times = [1.0, 2.0, 3.0, 10.0, 20.0, 7.0]
     table = stats._by_block(np.array(times), (3, 2, 1))
