@@ -45,34 +45,48 @@ class Workspaces:
     """Lock counters: int32 zeros, one buffer for each device and stream.
 
     The kernels leave them zeroed, unless a launch fails half-way; two streams must not share one.
+    A buffer for a stream that is first met inside a graph capture must not come from the graph's
+    own memory, so one is kept ready from the calls before it (and the capture holds no memset).
     """
 
     def __init__(self, per_multiprocessor: int) -> None:
         self.per_multiprocessor = per_multiprocessor
         self._buffers: dict[tuple[torch.device, int], torch.Tensor] = {}
+        self._spares: dict[torch.device, torch.Tensor] = {}
 
     def get(self, device: torch.device) -> torch.Tensor:
-        key = self._key(device)
+        key = device, _stream(device)
+        capturing = _capturing(device)
         if key not in self._buffers:
-            buffer = self._new(device)
-            if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-                return buffer  # memory of the graph's own pool: not to be kept
+            # A spare was zeroed on another stream; entering a capture waits for that stream, an
+            # ordinary call does not.
+            buffer = self._spares.pop(device, None) if capturing else None
+            if buffer is None:
+                buffer = self._new(device)
+                if capturing:
+                    return buffer  # no call came before: good for this capture only
             self._buffers[key] = buffer
+        if not capturing and device not in self._spares:
+            self._spares[device] = self._new(device)
         return self._buffers[key]
 
     def renew(self, device: torch.device) -> None:
         """Forget the buffer of this device and stream: a failed launch may have left it dirty."""
-        self._buffers.pop(self._key(device), None)
-
-    def _key(self, device: torch.device) -> tuple[torch.device, int]:
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        return device, stream
+        self._buffers.pop((device, _stream(device)), None)
 
     def _new(self, device: torch.device) -> torch.Tensor:
         count = 1
         if device.type == "cuda":
             count = torch.cuda.get_device_properties(device).multi_processor_count
         return torch.zeros(count * self.per_multiprocessor, dtype=torch.int32, device=device)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 WORKSPACES = Workspaces(per_multiprocessor=4)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from autosel.canonical import check_experts
 from autosel.core import CanonicalExperts, Problem, QuantWeight
 from autosel.dtypes import torch_dtype
 from autosel.errors import UnsupportedError, field_error
@@ -64,6 +65,7 @@ class Exllama(Layout):
 
     def pack(self, experts: CanonicalExperts) -> PackedExperts:
         """Raises UnsupportedError for anything but symmetric 4 bit without act-order and bias."""
+        check_experts(experts)
         problem, count = experts.problem, experts.problem.num_local_experts
         dtype = torch_dtype(self.act_dtype)
         stacks: common.Parts = {}

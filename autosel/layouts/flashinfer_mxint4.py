@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from autosel.canonical import check_experts
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Layout, PackedExperts
@@ -70,6 +71,7 @@ class FlashInferMxInt4(Layout):
 
     def pack(self, experts: CanonicalExperts) -> PackedExperts:
         """Raises UnsupportedError for any scheme, size or extra that the kernel does not read."""
+        check_experts(experts)
         problem, count = experts.problem, experts.problem.num_local_experts
         self._check(problem)
         stacks: common.Parts = {}

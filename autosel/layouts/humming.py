@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from autosel.canonical import expert_codes
+from autosel.canonical import check_experts, expert_codes
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
 from autosel.errors import UnsupportedError, field_error
@@ -115,6 +115,7 @@ class Humming(Layout):
 
     def pack(self, experts: CanonicalExperts) -> PackedExperts:
         """Raises UnsupportedError for groups that don't tile K', act-order on w13, lost scales."""
+        check_experts(experts)
         problem = experts.problem
         common.refuse_w13_act_order(problem, self.name)
         first, second = gemms(problem)

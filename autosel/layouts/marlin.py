@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from autosel.canonical import expert_codes
+from autosel.canonical import check_experts, expert_codes
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
 from autosel.errors import UnsupportedError, field_error
@@ -119,6 +119,7 @@ class Marlin(Layout):
 
     def pack(self, experts: CanonicalExperts) -> PackedExperts:
         """Raises UnsupportedError for sizes that are no tile, act-order on w13, or lost scales."""
+        check_experts(experts)
         problem = experts.problem
         self._check(problem)
         dtype = torch_dtype(self.act_dtype)

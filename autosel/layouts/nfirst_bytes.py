@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from autosel.canonical import check_experts
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
 from autosel.errors import UnsupportedError, field_error
@@ -53,15 +54,19 @@ class NFirstBytes(Layout):
 
     ``scale_dtype`` casts scales and bias (the XPU kernel wants the act dtype); empty keeps scales
     in the checkpoint's own and bias in float32, so that the round trip is exact whatever they are.
+    ``fits`` names a dtype that scales must survive although they are not stored in it: the one in
+    which the kernel multiplies.
     """
 
     name: ClassVar[str] = "nfirst_bytes"
     signed: bool = False
     scale_dtype: str = ""
+    fits: str = ""
 
     @property
     def key(self) -> str:
-        parts = [self.name, "signed" if self.signed else "", self.scale_dtype]
+        fits = f"fits_{self.fits}" if self.fits else ""
+        parts = [self.name, "signed" if self.signed else "", self.scale_dtype, fits]
         return "-".join(part for part in parts if part)
 
     def nbytes(self, problem: Problem) -> int:
@@ -84,6 +89,7 @@ class NFirstBytes(Layout):
 
     def pack(self, experts: CanonicalExperts) -> PackedExperts:
         """Raises UnsupportedError for signed storage of anything but symmetric 4 bit."""
+        check_experts(experts)
         common.require_little_endian(self.name)
         problem, count = experts.problem, experts.problem.num_local_experts
         stacks: common.Parts = {}
@@ -121,6 +127,8 @@ class NFirstBytes(Layout):
         return parts
 
     def _cast(self, values: torch.Tensor, where: str) -> torch.Tensor:
+        if self.fits:
+            common.cast_scales(values, torch_dtype(self.fits), where)
         if not self.scale_dtype:
             return values
         return common.cast_scales(values, torch_dtype(self.scale_dtype), where)

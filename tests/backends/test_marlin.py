@@ -192,14 +192,37 @@ def test_a_failure_renews_the_workspace() -> None:
         check(BACKENDS["marlin"], problem)
 
 
-def test_streams_do_not_share_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    spaces = marlin.Workspaces(4)
-    device = torch.device("cpu")
-    monkeypatch.setattr(spaces, "_key", lambda d: (d, 1))
-    first = spaces.get(device)
-    assert spaces.get(device) is first
-    monkeypatch.setattr(spaces, "_key", lambda d: (d, 2))
-    assert spaces.get(device) is not first
+def test_workspaces_of_streams_and_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    spaces, device = marlin.Workspaces(4), torch.device("cpu")
+
+    def get(stream: int, capturing: bool = False) -> torch.Tensor:
+        monkeypatch.setattr(marlin, "_stream", lambda device: stream)
+        monkeypatch.setattr(marlin, "_capturing", lambda device: capturing)
+        return spaces.get(device)
+
+    # a capture before any call: not kept, its memory belongs to the graph
+    assert get(9, capturing=True) is not get(9, capturing=True)
+    first = get(1)
+    assert get(1) is first
+    zeroed_on_stream_1 = spaces._spares[device]
+    second = get(2)
+    assert second is not first
+    assert second is not zeroed_on_stream_1
+    # a capture after calls: its own buffer, made before the capture began, and kept
+    spare = spaces._spares[device]
+    captured = get(3, capturing=True)
+    assert captured is spare
+    assert get(3, capturing=True) is captured
+    assert captured is not first
+    assert captured is not second
+    # two captures without a call between them: the second one has no spare
+    assert get(4, capturing=True) is not captured
+    get(1)
+    assert get(4, capturing=True) is not captured
+    monkeypatch.setattr(marlin, "_stream", lambda device: 1)
+    spaces.renew(device)
+    assert get(1) is not first
+    assert all(not buffer.any() for buffer in spaces._buffers.values())
 
 
 def test_unknown_arguments_are_refused_before_the_call() -> None:

@@ -12,6 +12,7 @@ from autosel import dispatch, reference
 from autosel.activations import activate
 from autosel.backends.triton import Triton, default_params, shared_memory
 from autosel.core import ACTIVATIONS, Activation, CanonicalExperts, Device, Problem, Routing
+from autosel.errors import UnsupportedError
 from autosel.packing import pack_last
 from tests.layouts import make
 
@@ -210,6 +211,20 @@ def test_shared_memory_is_asked_before_launch() -> None:
     assert reason.found == f"{shared_memory(params, problem)} bytes"
     assert "101376" in reason.required
     assert BACKEND.space(problem, 64, H200).constraint(params) is None
+
+
+@pytest.mark.parametrize("value", [1e-8, 70000.0])
+def test_scales_beyond_float16_are_refused(value: float) -> None:
+    problem = make.problem(64, 64, act_dtype="float16")
+    experts = make.experts(problem)
+    experts.w2.scales[1, 7, 1] = value
+    with pytest.raises(UnsupportedError, match=r"w2\.scales of expert 1.*float16"):
+        BACKEND.layout(problem, {}).pack(experts)
+    same = make.problem(64, 64)
+    kept = replace(experts, problem=same)
+    make.assert_same(
+        BACKEND.layout(same, {}).unpack(BACKEND.layout(same, {}).pack(kept)), kept
+    )  # bfloat16 activations hold it
 
 
 def test_supports() -> None:
