@@ -114,13 +114,13 @@ def _footer(
         )
     lines = [
         f"{machine}; measured {_day(when)}",
-        f"{shown} Ahead by: how much longer the runner-up takes; tie: within the noise.",
+        f"{shown} Ahead by: how much longer the runner-up takes; tie: not settled by the samples.",
     ]
     if ceilings is not None:
         lines.append(
             f"Roofline: bytes of the experts hit and of the activations at "
             f"{ceilings.read_gbps:.3g} GB/s, or multiplications at "
-            f"{ceilings.matmul_tflops:.3g} TFLOP/s, both measured here."
+            f"{ceilings.matmul_tflops:.3g} TFLOP/s, as torch reads and multiplies here."
         )
     return tuple(lines)
 

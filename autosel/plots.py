@@ -29,7 +29,7 @@ LATENCY_COLUMNS = (
 WINNER_COLUMNS = ("low", "high", "measured", "series", "candidate", "winner_us", "margin", "tie")
 ROOFLINE_COLUMNS = ("num_tokens", "experts_hit", "bytes", "flops", "time_us", "bound")
 
-CHOSEN, BOUND = "chosen", "roofline bound"
+CHOSEN, BOUND = "chosen", "roofline"
 
 #: (local experts hit, slots served here) at a token count.
 Hits = Callable[[int], tuple[float, float]]

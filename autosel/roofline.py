@@ -8,8 +8,10 @@ rate ``P`` that were measured on this machine::
 
 Counted as bytes: the codes, scales, zero points, group indices and biases of the experts HIT, in
 the checkpoint's own packing, plus input and output once. Not counted: the intermediate activations,
-the routing tensors and the router, so that the line is a lower bound for any kernel that starts
-from cold caches. A backend that unpacks weights to 16 bits reads more and cannot reach it.
+the routing tensors and the router. With true ceilings it would be a lower bound for any kernel that
+starts from cold caches; measured ones are torch's own best (:mod:`autosel.ceilings`), so a kernel
+that multiplies better than torch can be below the line where multiplications bound it. A backend
+that unpacks weights to 16 bits reads more and cannot reach the part that reading bounds.
 """
 
 from __future__ import annotations

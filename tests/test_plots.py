@@ -152,7 +152,7 @@ def test_the_figure_says_what_it_shows_and_nothing_leaves_the_paper(tables, size
     figure.canvas.draw()
     words = "\n".join(texts(figure))
     for wanted in ("A $title$", "subtitle", "footer", "second line", "torch_int4", "emulation",
-                   "Tokens in the call", "Time of one call", "roofline bound", "chosen", "tie",
+                   "Tokens in the call", "Time of one call", "roofline", "chosen", "tie",
                    "ms", "25%"):  # fmt: skip
         assert wanted in words, wanted
     box = figure.bbox
@@ -173,7 +173,7 @@ def test_both_axes_are_logarithmic_and_lines_go_through_what_decides(tables):
     strip, top = figure.axes
     assert (top.get_xscale(), top.get_yscale(), strip.get_xscale()) == ("log", "log", "log")
     drawn = {line.get_label(): line for line in top.get_lines()}
-    assert "roofline bound" not in drawn
+    assert "roofline" not in drawn
     for container in top.containers:
         rows = latency[latency["series"] == container.get_label()].sort_values("num_tokens")
         np.testing.assert_array_equal(container.lines[0].get_xdata(), rows["num_tokens"])

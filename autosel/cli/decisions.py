@@ -14,21 +14,25 @@ Outcomes = Sequence[Decision | NothingUsable]
 
 def outcome_table(outcomes: Outcomes, title: str) -> Table:
     """One row for each token bucket: who was chosen, who came next, and by how much."""
-    columns = ("tokens", "chosen", ">time", "runner-up", ">its time", ">margin", "95 % interval")
+    columns = (
+        "tokens", "chosen", ">time", "runner-up", ">its time", ">margin", "95 % interval",
+        "settled",
+    )  # fmt: skip
     return Table(columns, [_row(outcome) for outcome in outcomes], title)
 
 
 def _row(outcome: Decision | NothingUsable) -> tuple[str, ...]:
     if isinstance(outcome, NothingUsable):
-        return (outcome.bucket.label, "nothing usable", "-", "-", "-", "-", "")
+        return (outcome.bucket.label, "nothing usable", "-", "-", "-", "-", "", "")
     return (
         outcome.bucket.label,
         outcome.winner.key,
         time_text(outcome.winner_us),
         outcome.runner_up.key if outcome.runner_up else "-",
         time_text(outcome.runner_up_us),
-        "tie" if outcome.tie else percent_text(outcome.margin),
+        percent_text(outcome.margin),
         interval_text(outcome),
+        "no: tie" if outcome.tie else "yes",
     )
 
 
@@ -51,7 +55,7 @@ def left_out_table(outcomes: Outcomes) -> Table | None:
     for outcome in outcomes:
         for item in outcome.rejected:
             if item.status != "ok":
-                key = (item.candidate.key, item.reason)
+                key = (item.candidate.key, item.reason.removeprefix("not supported: "))
                 rows.setdefault(key, []).append(outcome.bucket.label)
     if not rows:
         return None

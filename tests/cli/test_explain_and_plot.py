@@ -206,7 +206,7 @@ def test_plot_writes_the_file(autosel, db, tmp_path, suffix, monkeypatch):
         return
     words = "".join(ET.parse(out).getroot().itertext())
     for wanted in (PRESET, "Pretended CPU", "8 threads", "torch 2.13.0", "measured 2", "fast",
-                   "slow", "roofline bound", "20 GB/s", "50%", "uniform routing"):  # fmt: skip
+                   "slow", "roofline", "20 GB/s", "50%", "uniform routing"):  # fmt: skip
         assert wanted in words, wanted
     for unwanted in ("broken", "gone", "odd"):
         assert unwanted not in words

@@ -95,7 +95,8 @@ def light(monkeypatch):
 def test_a_sweep_ends_with_a_decision_and_a_reason_for_everybody(autosel, fakes, example, tmp_path):
     ran = autosel("sweep", example, "--tokens", "4,1", "--backends", fakes, *FAST)
     assert ran.status == 0, ran.err
-    table, _, _ = ran.out.partition("left out")
+    left_out, _, table = ran.out.partition("chosen")
+    assert "left out" in left_out
     assert "plain_fake" in table
     assert "1-2" in table
     assert "3+" in table

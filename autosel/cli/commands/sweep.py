@@ -157,8 +157,9 @@ def _report(
     answers: list[dict[str, Any]] = []
     for layer, result in zip(target.layers, results, strict=False):
         title = f"{layer.label}: {problem_text(result.problem)}; {result.routing} routing"
-        parts += [outcome_table(result.outcomes, title), *why_lines(result.outcomes)]
-        parts += [left_out_table(result.outcomes)]
+        # The decisions come last, where the eye is when the command ends.
+        parts += [left_out_table(result.outcomes), outcome_table(result.outcomes, title)]
+        parts += why_lines(result.outcomes)
         answers.append(
             {
                 "layer": layer.label,
