@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from importlib import metadata
 
 from autosel.activations import constants
 from autosel.core import Device, Problem, QuantScheme
@@ -27,20 +26,6 @@ def capability_at_least(needs: Requirements, device: Device, lowest: tuple[int, 
     return needs.need(
         device.capability >= lowest, "compute capability", f"{major}.{minor}", required
     )
-
-
-def package(needs: Requirements, distribution: str, install: str = "") -> bool:
-    """A missing package is a reason that names what to install."""
-    try:
-        metadata.version(distribution)
-        return True
-    except metadata.PackageNotFoundError:
-        return needs.need(
-            False,
-            f"package {distribution}",
-            "not installed",
-            install or f"pip install {distribution}",
-        )
 
 
 def activation(needs: Requirements, problem: Problem) -> None:

@@ -6,6 +6,7 @@ fit tiles.
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, ClassVar
 
 import torch
@@ -30,13 +31,19 @@ class Triton(Backend):
 
     name: ClassVar[str] = "triton"
     summary: ClassVar[str] = "plain Triton kernel, every scheme, CUDA, ROCm and XPU"
-    distributions: ClassVar[tuple[str, ...]] = ("triton",)
+    distributions: ClassVar[tuple[str, ...]] = (
+        "triton",
+        "pytorch-triton-rocm",
+        "pytorch-triton-xpu",
+    )
 
     def available(self, device: Device) -> Support:
         needs = Requirements()
         if needs.one_of("device", device.kind, ("cuda", "rocm", "xpu")) and device.kind == "cuda":
             _rules.capability_at_least(needs, device, (8, 0))
-        _rules.package(needs, "triton")
+        # By module: ROCm and XPU builds of torch bring it as distributions of other names.
+        there = importlib.util.find_spec("triton") is not None
+        needs.need(there, "package triton", "not installed", "pip install triton")
         return needs.support
 
     def supports(self, problem: Problem, device: Device) -> Support:
