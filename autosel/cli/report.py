@@ -38,11 +38,15 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """A command's answer: ``data`` as JSON, or ``parts`` (sentences and tables) in order."""
+    """A command's answer: ``data`` as JSON, or ``parts`` (sentences and tables) in order.
+
+    ``always_json`` is for a command whose answer has no other form.
+    """
 
     data: Mapping[str, Any]
     parts: Sequence[str | Table] = field(default_factory=tuple)
     exit_code: int = 0
+    always_json: bool = False
 
 
 class ReaderGoneError(Exception):
@@ -70,7 +74,7 @@ def stdout_reserved() -> Iterator[None]:
 def emit(report: Report, *, as_json: bool) -> None:
     """Write the report to standard output."""
     try:
-        click.echo(to_json(report.data) if as_json else as_text(report))
+        click.echo(to_json(report.data) if as_json or report.always_json else as_text(report))
     except BrokenPipeError as error:
         raise ReaderGoneError from error
 

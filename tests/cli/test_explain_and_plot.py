@@ -1,5 +1,6 @@
 """``explain`` and ``plot`` on a database made by hand: no device work, every answer known."""
 
+import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 
@@ -258,6 +259,49 @@ def test_plot_without_matplotlib_is_one_line_and_keeps_the_data(autosel, db, tmp
     assert not (tmp_path / "a.png").exists()
     with Store.open(db) as store:
         assert len(store.measurements()) == 10
+
+
+def test_export_is_strict_json_with_every_failure(autosel, db, tmp_path):
+    fill(db)
+    for args in ([], [PRESET], ["--json"]):
+        found = autosel("export", *args, "--db", db).json
+        assert len(found["measurements"]) == 10
+        assert len(found["decisions"]) == 2
+        failed = [m for m in found["measurements"] if m["status"] != "ok"]
+        assert {m["status"] for m in failed} == {"wrong", "timeout", "nonfinite"}
+        assert all(m["reason"] and m["time_us"] is None for m in failed)
+    assert autosel("export", PRESET, "--bits", 8, "--db", db).json["measurements"] == []
+    out = tmp_path / "out.json"
+    ran = autosel("export", "-o", out, "--db", db)
+    assert ran.out == f"wrote 10 measurements and 2 decisions to {out}\n"
+    assert json.loads(out.read_text()) == autosel("export", "--db", db).json
+
+
+def test_list_tells_usable_from_stale_and_foreign(autosel, db):
+    fill(db)
+    fill(db, device=replace(CPU, versions=(("torch", "2.12.0"),)))
+    fill(db, device=GPU)
+    ran = autosel("list", "--db", db)
+    assert ran.status == 0
+    lines = [line for line in ran.out.splitlines() if PROBLEM.key in line]
+    assert len(lines) == 3
+    assert sum(line.rstrip().endswith("yes") for line in lines) == 1
+    assert "no, stale: versions.torch: wanted '2.13.0', stored '2.12.0'" in ran.out
+    assert "no, another device: device.kind: wanted 'cpu', stored 'cuda'" in ran.out
+    entries = autosel("list", "--db", db, "--json").json["entries"]
+    assert sorted((e["usable"], e["stale"]) for e in entries) == [
+        (False, False),
+        (False, True),
+        (True, False),
+    ]
+    assert all(e["token_counts"] == [4, 16] and e["decisions"] == 2 for e in entries)
+
+
+def test_list_of_an_empty_database(autosel, db):
+    ran = autosel("list", "--db", db)
+    assert ran.status == 0
+    assert "nothing is stored" in ran.out
+    assert autosel("list", "--db", db, "--json").json["entries"] == []
 
 
 def test_the_roofline_counts_the_experts_that_the_sweeps_routing_hit():
