@@ -21,6 +21,7 @@ from autosel.decide import NothingUsable, decide
 from autosel.device import detect
 from autosel.failures import CAUGHT, failed
 from autosel.interfaces import Backend, Space
+from autosel.routing_synthetic import make_routing
 from autosel.search import propose
 from autosel.sources import WeightSource
 from autosel.store import Store
@@ -70,6 +71,7 @@ class _Sweep:
         self.problem = source.problem
         self.tokens = settings.tokens(device)
         self.buckets = buckets(self.tokens)
+        make_routing(settings.routing, 0, self.problem)  # refuses an unknown kind before any work
         self.backends = _chosen(settings.backends)
         # A clock of the caller's own says nothing about this machine's rates.
         self.rates = measure_ceilings if timer is None else None
