@@ -116,6 +116,8 @@ def _footer(
         f"{machine}; measured {_day(when)}",
         f"{shown} Ahead by: how much longer the runner-up takes; tie: not settled by the samples.",
     ]
+    if any(m.accuracy == "a8" and m.status == "ok" for m in measurements):
+        lines.append("a8: quantises activations to 8 bits inside; chosen only where allowed.")
     if ceilings is not None:
         lines.append(
             f"Roofline: bytes of the experts hit and of the activations at "

@@ -13,27 +13,33 @@ Outcomes = Sequence[Decision | NothingUsable]
 
 
 def outcome_table(outcomes: Outcomes, title: str) -> Table:
-    """One row for each token bucket: who was chosen, who came next, and by how much."""
-    columns = (
-        "tokens", "chosen", ">time", "runner-up", ">its time", ">margin", "95 % interval",
-        "settled",
-    )  # fmt: skip
+    """One row for each token bucket: who was chosen, who came next, and by how much.
+
+    Backends only; their settings stand in :func:`why_lines`, where they do not widen the table.
+    """
+    columns = ("tokens", "chosen", ">time", "runner-up", ">margin", "95 % interval", "settled")
     return Table(columns, [_row(outcome) for outcome in outcomes], title)
 
 
 def _row(outcome: Decision | NothingUsable) -> tuple[str, ...]:
     if isinstance(outcome, NothingUsable):
-        return (outcome.bucket.label, "nothing usable", "-", "-", "-", "-", "", "")
+        return (outcome.bucket.label, "nothing usable", "-", "-", "-", "", "")
     return (
         outcome.bucket.label,
-        outcome.winner.key,
+        outcome.winner.backend,
         time_text(outcome.winner_us),
-        outcome.runner_up.key if outcome.runner_up else "-",
-        time_text(outcome.runner_up_us),
+        _runner_up(outcome),
         percent_text(outcome.margin),
         interval_text(outcome),
         "no: tie" if outcome.tie else "yes",
     )
+
+
+def _runner_up(decision: Decision) -> str:
+    if decision.runner_up is None:
+        return "-"
+    name = decision.runner_up.backend
+    return f"{name} (other settings)" if name == decision.winner.backend else name
 
 
 def interval_text(decision: Decision) -> str:

@@ -105,12 +105,16 @@ def render(table: Table) -> str:
         box=box.SIMPLE_HEAD if terminal else None,
         header_style="bold",
         pad_edge=False,
+        collapse_padding=terminal,
         title_justify="left",
     )
     for name in table.columns:
         right = name.startswith(">")
         drawn.add_column(
-            Text(name.removeprefix(">")), justify="right" if right else "left", overflow="fold"
+            Text(name.removeprefix(">")),
+            justify="right" if right else "left",
+            overflow="fold",
+            no_wrap=right,  # a number cut in two misleads
         )
     for row in table.rows:
         drawn.add_row(*(Text(printable(cell)) for cell in row))
