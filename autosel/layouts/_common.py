@@ -73,6 +73,8 @@ def rounded(experts: CanonicalExperts, dtype: torch.dtype) -> list[str]:
     """Names of the GEMMs whose scales lose bits when cast to ``dtype``."""
     found = []
     for name, weight in (("w13", experts.w13), ("w2", experts.w2)):
+        if weight.scales.dtype == dtype:
+            continue
         for expert in weight.scales:
             if not torch.equal(expert.to(dtype).to(expert.dtype), expert):
                 found.append(name)

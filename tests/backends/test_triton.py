@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from autosel import dispatch, reference
 from autosel.activations import activate
 from autosel.backends.triton import Triton, default_params, shared_memory
