@@ -1,7 +1,7 @@
 """autosel: pick the fastest correct way to run a quantised mixture-of-experts layer here.
 
-The functions named in ``__all__`` are those of :mod:`autosel.api`; they are imported when they are
-first used, so that ``import autosel`` costs nothing.
+The names in ``__all__`` are imported when they are first used, so that ``import autosel`` costs
+nothing.
 """
 
 from __future__ import annotations
@@ -10,18 +10,40 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autosel.api import explain, open_checkpoint, plot, source, sweep
+    from autosel.layer import FusedMoE
+    from autosel.layer_loading import load_moe_layers
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "explain", "open_checkpoint", "plot", "source", "sweep"]
+#: Where a name comes from.
+_MODULES = {
+    "FusedMoE": "layer",
+    "explain": "api",
+    "load_moe_layers": "layer_loading",
+    "open_checkpoint": "api",
+    "plot": "api",
+    "source": "api",
+    "sweep": "api",
+}
+
+__all__ = [
+    "FusedMoE",
+    "__version__",
+    "explain",
+    "load_moe_layers",
+    "open_checkpoint",
+    "plot",
+    "source",
+    "sweep",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("_") or name not in __all__:
+    if name not in _MODULES:
         raise AttributeError(f"module 'autosel' has no attribute {name!r}")
-    from autosel import api
+    from importlib import import_module
 
-    return getattr(api, name)
+    return getattr(import_module(f"autosel.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,441 @@
+"""FusedMoE: the module a model uses in place of its routed experts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from autosel import layer_op
+from autosel.core import CanonicalExperts, Device, Problem
+from autosel.device import detect
+from autosel.dtypes import torch_dtype
+from autosel.errors import AutoselError, RoutingError, field_error
+from autosel.expert_map import check_expert_map
+from autosel.layer_choice import Choice, Chooser, Database, Layouts
+from autosel.layer_runtime import LayerRuntime
+from autosel.routing import route
+from autosel.routing_spec import RouterSpec
+from autosel.sharding import expert_range
+from autosel.sources import CheckpointSource, WeightSource
+from autosel.verify import fingerprint
+
+__all__ = ["FusedMoE"]
+
+SharedExperts = Callable[[torch.Tensor], torch.Tensor]
+
+
+class FusedMoE(nn.Module):
+    """One quantised MoE layer, run by the candidate that was decided for each token count.
+
+    Build it with :meth:`from_checkpoint` (or :meth:`from_source`, :meth:`from_experts`). Calls are
+    for inference: a backward pass is refused. They may come from several threads.
+
+    The packed weights belong to this machine and device. ``state_dict`` therefore holds one small
+    entry, by which loading it elsewhere checks that it is about the same weights; moving the
+    module to another device or dtype is refused, and so is copying or pickling it.
+    """
+
+    correction_bias: torch.Tensor | None
+
+    def __init__(
+        self,
+        runtime: LayerRuntime,
+        *,
+        label: str = "",
+        weights_id: str = "",
+        router: RouterSpec | None = None,
+        correction_bias: torch.Tensor | None = None,
+        shared_experts: SharedExperts | None = None,
+        reduce_group: Any = None,
+    ) -> None:
+        """Not to be called directly.
+
+        router, correction_bias  for :meth:`apply_monolithic`
+        shared_experts           called with ``x``; its output is added to the routed experts'
+        reduce_group             a torch.distributed process group: outputs of its ranks are
+                                 summed in place before the shared experts are added
+        """
+        super().__init__()
+        self.problem: Problem = runtime.problem
+        self.label = label
+        self.router = router
+        self.shared_experts = shared_experts
+        self.reduce_group = reduce_group
+        self._runtime = runtime
+        self._weights_id = weights_id
+        self._op_name = layer_op.enroll(runtime)
+        bias = None if correction_bias is None else correction_bias.to(runtime.device)
+        self.register_buffer("correction_bias", bias, persistent=False)
+        self.training = False
+
+    # building --------------------------------------------------------------------------------
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        layer: int,
+        *,
+        tp_rank: int = 0,
+        tp_size: int = 1,
+        ep_rank: int = 0,
+        ep_size: int = 1,
+        device: str | torch.device = "cpu",
+        act_dtype: str | None = None,
+        db: Database = None,
+        allow_a8: bool = False,
+        **options: Any,
+    ) -> FusedMoE:
+        """The MoE layer numbered ``layer`` of a checkpoint folder, or a rank's part of it.
+
+        act_dtype  ``bfloat16``, ``float16`` or ``float32``; the model's own when left out
+        db         database file or open Store with decisions; the user's when left out
+        allow_a8   may a decision whose winner quantises activations to 8 bits be used
+        options    of :meth:`from_source`; the router's rule and bias come from the checkpoint
+
+        Raises ConfigError and CheckpointError for what cannot be read, UnsupportedError for a
+        split that does not divide, NothingUsableError when nothing runs the layer here.
+        """
+        from autosel.checkpoint import Checkpoint
+
+        source = CheckpointSource(
+            str(path), layer, tp_rank, tp_size, ep_rank, ep_size, act_dtype=act_dtype
+        )
+        if "router" not in options:
+            opened = Checkpoint.open(path)
+            options["router"] = opened.layer(layer).router
+            bias = opened.router(layer).get("e_score_correction_bias")
+            options.setdefault("correction_bias", bias)
+        return cls.from_source(
+            source,
+            ep_rank=ep_rank,
+            ep_size=ep_size,
+            device=device,
+            db=db,
+            allow_a8=allow_a8,
+            **options,
+        )
+
+    @classmethod
+    def from_source(
+        cls,
+        source: WeightSource,
+        *,
+        ep_rank: int = 0,
+        ep_size: int = 1,
+        device: str | torch.device = "cpu",
+        db: Database = None,
+        allow_a8: bool = False,
+        layouts: Layouts = "one",
+        routing: str = "uniform",
+        check: bool = True,
+        expert_map: torch.Tensor | None = None,
+        **options: Any,
+    ) -> FusedMoE:
+        """A layer whose weights ``source`` loads, now and again should a candidate fail later.
+
+        layouts     ``one`` keeps one packed copy of the weights, the one that loses least time
+                    over all token counts; ``all`` keeps that of each bucket's winner
+        routing     kind of routing of the decisions to look up
+        check       run each candidate once and compare with the reference before it is used
+        expert_map  integer ``[num_experts]``: local id of each expert or -1; left out, the ranks
+                    of expert parallelism hold equal runs of experts, the first ones one more
+        options     of the constructor
+        """
+        return cls._build(
+            lambda where: source.load(where),
+            source.problem,
+            source.label,
+            ep_rank=ep_rank,
+            ep_size=ep_size,
+            device=device,
+            db=db,
+            allow_a8=allow_a8,
+            layouts=layouts,
+            routing=routing,
+            check=check,
+            expert_map=expert_map,
+            **options,
+        )
+
+    @classmethod
+    def from_experts(cls, experts: CanonicalExperts, **options: Any) -> FusedMoE:
+        """A layer from weights in memory, which it does not keep; ``options`` of
+        :meth:`from_source`.
+
+        Should a candidate fail later and the next one need another layout, the call raises.
+        """
+        held: list[CanonicalExperts] = [experts]
+
+        def load(where: torch.device) -> CanonicalExperts:
+            if not held:
+                raise AutoselError(
+                    field_error("FusedMoE", "weights to pack again", "none", "from_checkpoint")
+                )
+            return held[0].to(where)
+
+        try:
+            return cls._build(load, experts.problem, "weights in memory", **options)
+        finally:
+            held.clear()
+
+    @classmethod
+    def _build(
+        cls,
+        load: Callable[[torch.device], CanonicalExperts],
+        problem: Problem,
+        label: str,
+        *,
+        ep_rank: int = 0,
+        ep_size: int = 1,
+        device: str | torch.device = "cpu",
+        db: Database = None,
+        allow_a8: bool = False,
+        layouts: Layouts = "one",
+        routing: str = "uniform",
+        check: bool = True,
+        expert_map: torch.Tensor | None = None,
+        **options: Any,
+    ) -> FusedMoE:
+        where, described = _place(device)
+        chosen = _expert_map(problem, ep_rank, ep_size, expert_map)
+        identity: list[str] = []
+
+        def loader() -> CanonicalExperts:
+            experts = load(where)
+            if not identity:
+                identity.append(_weights_id(experts))
+            return experts
+
+        chooser = Chooser(
+            problem, described, db, routing=routing, allow_a8=allow_a8, layouts=layouts
+        )
+        runtime = LayerRuntime(
+            loader, chooser, where, None if chosen is None else chosen.to(where), check=check
+        )
+        return cls(runtime, label=label, weights_id=identity[0], **options)
+
+    # running ---------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        trusted: bool = False,
+        shared_experts_input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The layer's output, shaped like ``x``, in the act dtype.
+
+        x             ``[..., H]`` in the act dtype, any strides; no tokens at all are fine
+        topk_ids      GLOBAL expert ids ``[..., top_k]``, any integer dtype; a slot whose id is no
+                      expert, or an expert held elsewhere, adds nothing
+        topk_weights  ``[..., top_k]``, any float dtype
+        out           shaped like ``x``, any strides, written and returned when given
+        trusted       the caller vouches that every id is -1 or an expert's and that no weight of
+                      a -1 is NaN; saves the checks of values where no expert map is needed
+        shared_experts_input  what the shared experts get instead of ``x``
+
+        Raises AutoselError (RoutingError) for shapes, dtypes and devices that do not fit.
+        """
+        shape = x.shape
+        if out is not None and out.shape != shape:
+            raise AutoselError(field_error("out", "shape", list(out.shape), list(shape)))
+        if len(shape) != 2:
+            x = _rows("x", x)
+            topk_ids, topk_weights = (
+                _rows("topk_ids", topk_ids),
+                _rows("topk_weights", topk_weights),
+            )
+        if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+            y = torch.ops.autosel.fused_moe(x, topk_ids, topk_weights, self._op_name)
+        else:
+            # Rows that do not lie together in `out` are computed elsewhere and copied below.
+            flat = out if out is None or len(shape) == 2 or out.is_contiguous() else None
+            flat = flat if flat is None else flat.view(x.shape)
+            y = self._runtime.run(x, topk_ids, topk_weights, flat, trusted)
+        if self.reduce_group is not None:
+            torch.distributed.all_reduce(y, group=self.reduce_group)
+        if self.shared_experts is not None:
+            own = shared_experts_input if shared_experts_input is not None else x.view(shape)
+            y = y.add_(self.shared_experts(own).reshape(y.shape))
+        answer: torch.Tensor = y if len(shape) == 2 else y.view(shape)
+        if out is None or out.data_ptr() == answer.data_ptr():
+            return answer if out is None else out
+        return out.copy_(answer)
+
+    def apply_monolithic(
+        self, x: torch.Tensor, router_logits: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        """Route, then run: ``x`` ``[..., H]``, ``router_logits`` ``[..., num_experts]``.
+
+        ``options`` are those of :meth:`forward`. Raises RoutingError where the model's routing
+        rule is not known; pass topk_ids and topk_weights there.
+        """
+        if self.router is None:
+            raise RoutingError(
+                field_error("FusedMoE.apply_monolithic", "router", "none", "a RouterSpec")
+            )
+        routing = route(
+            router_logits.reshape(-1, router_logits.shape[-1]), self.router, self.correction_bias
+        )
+        slots = (*x.shape[:-1], -1)
+        return self.forward(
+            x,
+            routing.topk_ids.view(slots),
+            routing.topk_weights.view(slots),
+            **{"trusted": True, **options},
+        )
+
+    def apply(self, *args: Any, **options: Any) -> Any:
+        """:meth:`forward` when given tensors; torch's own ``Module.apply`` when given a function.
+
+        The name is that of vLLM's method classes, and it is taken in torch.
+        """
+        if len(args) == 1 and not options and callable(args[0]):
+            return super().apply(args[0])
+        return self.forward(*args, **options)
+
+    # what torch asks of a module -------------------------------------------------------------
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """What serves each token bucket, and why."""
+        return tuple(entry.choice for entry in self._runtime.entries)
+
+    @property
+    def resident(self) -> dict[str, int]:
+        """Bytes of each packed copy of the weights, by the layout's key."""
+        return {entry.packed.layout: entry.packed.nbytes for entry in self._runtime.entries}
+
+    def train(self, mode: bool = True) -> FusedMoE:
+        """Refused for ``mode=True``: there is nothing to train."""
+        if mode:
+            raise AutoselError(field_error("FusedMoE", "mode", "train", "eval"))
+        super().train(False)
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FusedMoE:
+        """``to``, ``cuda``, ``half`` and the like: allowed where they change nothing here."""
+        dtype, device = torch_dtype(self.problem.act_dtype), self._runtime.device
+        moved = fn(torch.empty(0, dtype=dtype, device=device))
+        for what, found, expected in (
+            ("device", moved.device, device),
+            ("act dtype", moved.dtype, dtype),
+        ):
+            if found != expected:
+                raise AutoselError(
+                    field_error(
+                        f"FusedMoE {self.label}: moving packed weights",
+                        what,
+                        found,
+                        f"{expected}; build it for the other one instead",
+                    )
+                )
+        if recurse:
+            for child in self.children():
+                child._apply(fn)  # type: ignore[no-untyped-call]
+        return self
+
+    def get_extra_state(self) -> torch.Tensor:
+        """JSON as uint8, since that is a tensor to every file format."""
+        state = {"problem": self.problem.to_dict(), "weights": self._weights_id}
+        text = json.dumps(state, sort_keys=True)
+        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Refuse a state that was saved from other weights than these."""
+        try:
+            found = json.loads(bytes(state.cpu().tolist()).decode())
+            problem, weights = Problem.from_dict(found["problem"]), found["weights"]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise AutoselError(
+                field_error("FusedMoE state", "entry", error, "one saved by FusedMoE")
+            ) from None
+        for what, theirs, ours in (
+            ("layer", problem.key, self.problem.key),
+            ("weights", weights, self._weights_id),
+        ):
+            if theirs != ours:
+                raise AutoselError(field_error("FusedMoE state", what, theirs, ours))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise AutoselError(
+            field_error("FusedMoE", "copy", "copy or pickle", "from_checkpoint once more")
+        )
+
+    def extra_repr(self) -> str:
+        served = "; ".join(f"{c.bucket.label}: {c.candidate.key}" for c in self.choices)
+        return f"{self.problem.key}, {self._runtime.device}, {served}"
+
+
+def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """``[..., N]`` as ``[M, N]``."""
+    if tensor.dim() == 0 or tensor.shape[-1] == 0:
+        raise RoutingError(field_error(name, "shape", list(tensor.shape), "[..., values]"))
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+def _place(device: str | torch.device) -> tuple[torch.device, Device]:
+    """The torch device, its index spelt out, and what is known of it."""
+    try:
+        where = torch.device(device)
+    except RuntimeError as error:
+        raise AutoselError(
+            field_error("FusedMoE", "device", repr(device), "a torch device")
+        ) from error
+    index = where.index or 0
+    if where.type != "cpu" and where.index is None:
+        index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
+    kind = "rocm" if where.type == "cuda" and torch.version.hip else where.type
+    described = detect(kind, index)
+    return (where if where.type == "cpu" else torch.device(where.type, index)), described
+
+
+def _expert_map(
+    problem: Problem, rank: int, size: int, given: torch.Tensor | None
+) -> torch.Tensor | None:
+    """int32 ``[num_experts]`` or None where every expert is here; refuses a map that misses one."""
+    if given is not None:
+        check_expert_map(given, problem)
+        local = sorted(i for i in given.tolist() if i >= 0)
+        if local != list(range(problem.num_local_experts)):
+            raise RoutingError(
+                field_error(
+                    "expert_map",
+                    "local ids",
+                    local,
+                    f"each of 0 to {problem.num_local_experts - 1} once",
+                )
+            )
+        return given.to(torch.int32)
+    held = expert_range(problem.num_experts, rank, size)
+    if len(held) != problem.num_local_experts:
+        raise RoutingError(
+            field_error(
+                f"rank {rank} of {size}", "experts held", problem.num_local_experts, len(held)
+            )
+        )
+    if size == 1:
+        return None
+    ids = torch.full((problem.num_experts,), -1, dtype=torch.int32)
+    ids[held.start : held.stop] = torch.arange(len(held), dtype=torch.int32)
+    return ids
+
+
+def _weights_id(experts: CanonicalExperts) -> str:
+    """Tells one layer's weights from another's of the same shape, at the cost of two experts."""
+    parts = [
+        f"{fingerprint(tensor[expert]):016x}"
+        for weight in (experts.w13, experts.w2)
+        for tensor in (weight.codes, weight.scales)
+        for expert in (0, -1)
+    ]
+    return "-".join(parts)

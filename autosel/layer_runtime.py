@@ -1,0 +1,325 @@
+"""A layer at work: its table of candidates with their packed weights, and one call.
+
+The table is built when the layer is made: every layout is packed, every candidate run once on a
+small input and compared with the reference, so that a winner that no longer works here is found
+before a model runs. A call then finds its bucket by bisection; the table is replaced as a whole,
+never changed, so that calls in other threads see the old one or the new one.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, NoReturn
+
+import torch
+
+from autosel import registry
+from autosel.compare import compare
+from autosel.core import CanonicalExperts, Device, Params, Problem, Routing, Status, Support
+from autosel.dispatch import apply
+from autosel.dtypes import torch_dtype
+from autosel.errors import AutoselError, field_error
+from autosel.failures import CAUGHT, failed, is_out_of_memory
+from autosel.interfaces import Backend, Layout, PackedExperts
+from autosel.layer_check import Probe, make_probe
+from autosel.layer_choice import Choice, Chooser
+
+#: Gives the layer's weights, or raises AutoselError where they are gone for good.
+Loader = Callable[[], CanonicalExperts]
+
+
+class RunFailedError(Exception):
+    """The backend itself raised, and not a check of what it was handed."""
+
+
+class _Watched(Backend):
+    """Marks what a backend's run raises, to tell it from a caller's mistake."""
+
+    name: ClassVar[str] = "watched"
+    summary: ClassVar[str] = ""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend, self._run = backend, backend.run
+        self.label = backend.name
+
+    def supports(self, problem: Problem, device: Device) -> Support:
+        return self._backend.supports(problem, device)
+
+    def layout(self, problem: Problem, params: Params) -> Layout:
+        return self._backend.layout(problem, params)
+
+    def run(
+        self,
+        packed: PackedExperts,
+        x: torch.Tensor,
+        routing: Routing,
+        params: Params,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        try:
+            return self._run(packed, x, routing, params, out)
+        except CAUGHT as error:
+            raise RunFailedError from error
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One bucket, ready to run."""
+
+    choice: Choice
+    backend: Backend
+    packed: PackedExperts
+    params: Mapping[str, Any]
+
+
+class _Table:
+    """Entries sorted by their lowest token count; immutable."""
+
+    __slots__ = ("entries", "lows")
+
+    def __init__(self, entries: tuple[Entry, ...]) -> None:
+        self.entries = entries
+        self.lows = [entry.choice.bucket.low for entry in entries]
+
+    def at(self, num_tokens: int) -> Entry:
+        index = bisect_right(self.lows, num_tokens) - 1
+        return self.entries[index if index > 0 else 0]
+
+
+class _FaultyError(Exception):
+    """A candidate that cannot serve, with the status and reason of a measurement."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status, self.reason = status, reason
+
+
+class LayerRuntime:
+    """Runs one layer; build it on the thread that loads the model."""
+
+    def __init__(
+        self,
+        loader: Loader,
+        chooser: Chooser,
+        device: torch.device,
+        expert_map: torch.Tensor | None,
+        *,
+        check: bool = True,
+    ) -> None:
+        self.problem = chooser.problem
+        self.device = device
+        self.expert_map = expert_map
+        self._loader, self._chooser, self._check = loader, chooser, check
+        self._dtype = torch_dtype(self.problem.act_dtype)
+        self._width = self.problem.hidden_size
+        self._lock = threading.Lock()
+        if _capturing(device):
+            raise AutoselError(
+                field_error("FusedMoE", "made", "inside a graph capture", "before the capture")
+            )
+        self._packed: dict[str, PackedExperts] = {}
+        self._probe: Probe | None = None  # kept: it is small, and the weights may be gone later
+        self._table = self._build()
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The buckets in order."""
+        return self._table.entries
+
+    def run(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None = None,
+        trusted: bool = False,
+    ) -> torch.Tensor:
+        """The layer's output ``[M, H]``; see :meth:`autosel.layer.FusedMoE.forward`.
+
+        A candidate whose backend raises is withdrawn and the next one takes the call over.
+        """
+        while True:
+            entry = self._table.at(x.shape[0])
+            try:
+                if trusted and out is None and self._plain(x, topk_ids, topk_weights):
+                    with torch.no_grad():
+                        return entry.backend.run(
+                            entry.packed,
+                            x,
+                            Routing(topk_ids, topk_weights),
+                            entry.params,
+                            torch.empty_like(x),
+                        )
+                return apply(
+                    entry.backend,
+                    entry.packed,
+                    x,
+                    Routing(topk_ids, topk_weights),
+                    entry.params,
+                    expert_map=self.expert_map,
+                    out=out,
+                )
+            except RunFailedError as error:
+                cause = error.__cause__
+                assert cause is not None
+                self._replace(entry, cause, x.shape[0])
+
+    def _plain(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> bool:
+        """Whether metadata is what a backend is promised; the values of ids are the caller's."""
+        rows = x.shape[0]
+        return (
+            self.expert_map is None
+            and rows > 0
+            and x.dtype is self._dtype
+            and topk_ids.dtype is torch.int32
+            and topk_weights.dtype is torch.float32
+            and x.shape == (rows, self._width)
+            and topk_ids.shape == topk_weights.shape == (rows, self.problem.top_k)
+            and x.is_contiguous()
+            and topk_ids.is_contiguous()
+            and topk_weights.is_contiguous()
+            and x.device == topk_ids.device == topk_weights.device == self.device
+        )
+
+    # building --------------------------------------------------------------------------------
+
+    def _build(self) -> _Table:
+        """Pack, run once, compare; whoever fails is withdrawn and the table made again.
+
+        Each round withdraws one candidate or ends, so there is no loop without end.
+        """
+        source = _Once(self._loader)
+        proven: dict[object, Entry] = {}
+        while True:
+            choices = self._chooser.table()
+            needed = {choice.candidate.layout for choice in choices}
+            for key in [key for key in self._packed if key not in needed]:
+                del self._packed[key]
+            entries = []
+            for choice in choices:
+                try:
+                    entry = self._entry(choice, source)
+                    if choice.candidate not in proven:
+                        self._prove(entry, source)
+                        proven[choice.candidate] = entry
+                except _FaultyError as fault:
+                    self._chooser.withdraw(choice.candidate, fault.status, fault.reason)
+                    break
+                entries.append(entry)
+            else:
+                return _Table(tuple(entries))
+
+    def _entry(self, choice: Choice, source: _Once) -> Entry:
+        candidate, params = choice.candidate, choice.candidate.params_dict
+        step = "lookup"
+        try:
+            backend = registry.get(candidate.backend)
+            support = backend.supports(self.problem, self._chooser.device)
+            if not support:
+                raise _FaultyError("unsupported", str(support))
+            step = "layout"
+            layout = backend.layout(self.problem, params)
+        except CAUGHT as error:
+            raise _faulty(error, candidate.backend, step) from error
+        if layout.key != candidate.layout:
+            where = f"{candidate.backend} layout"
+            raise _FaultyError("failed", field_error(where, "key", layout.key, candidate.layout))
+        if layout.key not in self._packed:
+            experts = source.experts  # what cannot be read is no fault of a candidate
+            try:
+                self._packed[layout.key] = layout.pack(experts)
+                _synchronize(self.device)
+            except CAUGHT as error:
+                raise _faulty(error, candidate.backend, "pack") from error
+        return Entry(choice, _Watched(backend), self._packed[layout.key], params)
+
+    def _prove(self, entry: Entry, source: _Once) -> None:
+        """First run, and the comparison with the reference."""
+        if not self._check:
+            return
+        if self._probe is None:
+            self._probe = make_probe(source.experts, self.expert_map)
+        probe = self._probe
+        name = entry.choice.candidate.backend
+        try:
+            out = apply(
+                entry.backend,
+                entry.packed,
+                probe.x,
+                probe.routing,
+                entry.params,
+                expert_map=self.expert_map,
+            )
+            _synchronize(self.device)
+        except RunFailedError as error:
+            cause = error.__cause__
+            assert cause is not None
+            raise _faulty(cause, name, "first run") from cause
+        except CAUGHT as error:
+            raise _faulty(error, name, "first run") from error
+        accuracy = registry.get(name).accuracy(entry.params)
+        verdict = compare(
+            out,
+            probe.judged.reference,
+            accuracy=accuracy,
+            act_dtype=self.problem.act_dtype,
+            scale=probe.judged.scales[accuracy],
+            overflows=probe.judged.overflows,
+        )
+        if not verdict:
+            raise _FaultyError(verdict.status, f"{name} first run: {verdict.reason}")
+
+    def _replace(self, entry: Entry, cause: BaseException, num_tokens: int) -> None:
+        """Withdraw a candidate that raised in a call, or raise where that would be wrong.
+
+        Memory comes and goes; a capture must not be touched; and after a fault that sticks to the
+        device every candidate would fail.
+        """
+        if is_out_of_memory(cause) or _capturing(self.device):
+            _raise(cause)
+        try:
+            _synchronize(self.device)
+        except Exception:
+            _raise(cause)
+        with self._lock:
+            if self._table.at(num_tokens).choice.candidate != entry.choice.candidate:
+                return  # another thread was first
+            where = f"{entry.choice.candidate.backend} run with {num_tokens} tokens"
+            self._chooser.withdraw(entry.choice.candidate, *failed(cause, where))
+            self._table = self._build()
+
+
+class _Once:
+    """The weights while a table is built: loaded when first needed, dropped with this object."""
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+        self._experts: CanonicalExperts | None = None
+
+    @property
+    def experts(self) -> CanonicalExperts:
+        if self._experts is None:
+            self._experts = self._loader()
+        return self._experts
+
+
+def _faulty(error: BaseException, backend: str, step: str) -> _FaultyError:
+    if isinstance(error, _FaultyError):
+        return error
+    return _FaultyError(*failed(error, f"{backend} {step}"))
+
+
+def _raise(cause: BaseException) -> NoReturn:
+    raise cause from None
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,22 @@
+"""Small tensors only: a pool of threads costs more than it saves, above all on a busy machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _own_database(tmp_path, monkeypatch):
+    """No test reads or writes the user's decisions."""
+    monkeypatch.setenv("AUTOSEL_DB", str(tmp_path / "autosel.db"))
