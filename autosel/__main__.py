@@ -74,11 +74,22 @@ def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
-            hint = "the traceback is above"
-        else:
-            hint = "run again with --debug for the traceback"
-        name = type(error).__name__
-        return fail(REFUSED, error, f"unexpected {name}: {error} ({hint}; please report it)")
+        return fail(REFUSED, error, _unexpected(error, debug=debug))
+
+
+def _unexpected(error: Exception, *, debug: bool) -> str:
+    """A fault that no command expects, in one line; a full memory is the machine's, not ours."""
+    torch_is_there = "torch" in sys.modules  # else nothing of torch was raised
+    if isinstance(error, MemoryError) or (torch_is_there and _no_memory(error)):
+        return f"out of memory: {str(error) or 'it does not fit on this machine'}"
+    hint = "the traceback is above" if debug else "run again with --debug for the traceback"
+    return f"unexpected {type(error).__name__}: {error} ({hint}; please report it)"
+
+
+def _no_memory(error: Exception) -> bool:
+    from autosel.failures import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 @contextlib.contextmanager

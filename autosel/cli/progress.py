@@ -79,7 +79,8 @@ class SweepProgress(Observer):
     ) -> None:
         counts = ",".join(map(str, tokens))
         self._said.clear()
-        self._say(f"{self.label}: {backends} backends at {counts} tokens on {device.name}")
+        many = f"{backends} backend{'' if backends == 1 else 's'}"
+        self._say(f"{self.label}: {many} at {tokens_text(counts)} on {device.name}")
         if self._live is not None:
             for task in self._live.task_ids:
                 self._live.remove_task(task)

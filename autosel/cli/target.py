@@ -186,10 +186,10 @@ def _neither(text: str) -> str:
 
 
 def _looks_like_path(text: str) -> bool:
-    return text.startswith((".", "~")) or os.path.isabs(text) or Path(text).exists()
+    return not text or text[0] in ".~" or os.path.isabs(text) or Path(text).exists()
 
 
 def _no_folder(text: str) -> str:
-    if Path(text).exists():
+    if text and Path(text).exists():
         return field_error(text, "checkpoint", "a file", f"its folder {Path(text).parent}")
     return field_error(text or "''", "checkpoint", "nothing", "a folder with config.json")

@@ -132,6 +132,33 @@ def test_a_system_error_is_a_plain_refusal(autosel, command):
     assert (ran.status, ran.err) == (1, "error: /some/file: Permission denied\n")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+    ],
+)
+def test_a_full_memory_is_no_fault_to_report(autosel, command, error):
+    import torch  # noqa: F401  (its errors are known once it is there)
+
+    command(raising(error))
+    ran = autosel("scripted")
+    assert ran.status == 1
+    assert ran.error.startswith("error: out of memory: ")
+    assert "report" not in ran.err
+
+
+@pytest.mark.parametrize("name", ["", "\udcff", "a\nb", "x" * 5000, "/nowhere/\x1b[31m"])
+def test_names_that_no_file_has(autosel, name):
+    for args in (["inspect", name], ["explain", name, "--tokens", 4], ["inspect", name, "--json"]):
+        ran = autosel(*args)
+        assert ran.status == 1
+        assert ran.error
+        assert "unexpected" not in ran.err
+        assert "\x1b" not in ran.err
+
+
 def test_interruption_is_130(autosel, command):
     command(raising(KeyboardInterrupt()))
     ran = autosel("scripted")
