@@ -22,6 +22,7 @@ from autosel.store import Store, Sweep
 from autosel.words import device_text, problem_text, versions_text
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
 WIDE = (9.0, 5.6)
@@ -72,7 +73,7 @@ def latency(
     caption = Caption(
         title,
         f"{problem_text(problem)}; {routing} routing",
-        _footer(device, measurements, when, sweep[1] if sweep else None),
+        _footer(device, table, measurements, when, sweep[1] if sweep else None),
     )
     return plots.plot_latency(table, winners, bound, caption, size)
 
@@ -98,10 +99,14 @@ def _newest_with_ceilings(
 
 
 def _footer(
-    device: Device, measurements: list[Measurement], when: str, ceilings: Ceilings | None
+    device: Device,
+    table: pd.DataFrame,
+    measurements: list[Measurement],
+    when: str,
+    ceilings: Ceilings | None,
 ) -> tuple[str, ...]:
-    samples = {len(m.times_us) for m in measurements if m.status == "ok"}
-    count = f"{min(samples)}" if len(samples) == 1 else f"{min(samples)} to {max(samples)}"
+    least, most = int(table["samples"].min()), int(table["samples"].max())
+    count = f"{least}" if least == most else f"{least} to {most}"
     cache = next((v for m in measurements for n, v in m.timing if n == "cache"), "cold")
     machine = f"{device_text(device)}; {versions_text(device)}; autosel {autosel.__version__}"
     quantile = ranking_quantile(device.kind)
@@ -109,8 +114,8 @@ def _footer(
         shown = f"Lines: median of {count} samples, {cache} caches; bars: the middle half of them."
     else:
         shown = (
-            f"Lines: {quantile:.0%} quantile of {count} samples, {cache} caches, which is what "
-            "decisions compare here; bars: up to the 75% quantile; dash: median."
+            f"Lines: {quantile:.0%} quantile, which is what decisions compare here, of {count} "
+            f"samples without preemption, {cache} caches; bars: to the 75% quantile; dash: median."
         )
     lines = [
         f"{machine}; measured {_day(when)}",

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -22,6 +23,7 @@ from autosel.errors import AutoselError
 from autosel.plot_style import Caption, save, styles, wrap
 from autosel.roofline import Ceilings
 
+ROOT = str(Path(plots.__file__).parents[1])
 INT4 = QuantScheme(4, 128, True)
 PROBLEM = Problem(8, 8, 2, 256, 128, INT4, INT4)
 CPU = Device("cpu", "Test CPU", threads=2, versions=(("torch", "2.13.0"),))
@@ -280,7 +282,7 @@ def test_no_display_and_no_setting_stops_it(tmp_path, environment):
     (tmp_path / "matplotlibrc").write_text("axes.facecolor: broken colour\nfont.size: 40\n")
     done = subprocess.run(
         [sys.executable, "-c", DRAW, str(out)],
-        env={**base, "PYTHONPATH": os.getcwd(), **environment},
+        env={**base, "PYTHONPATH": ROOT, **environment},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -301,7 +303,7 @@ def test_a_users_matplotlibrc_changes_nothing(tmp_path):
         subprocess.run(
             [sys.executable, "-c", DRAW, str(out)],
             cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
+            env={**os.environ, "PYTHONPATH": ROOT},
             check=True,
             capture_output=True,
         )
@@ -327,7 +329,7 @@ def test_without_matplotlib_it_is_one_line_and_the_tables_work(tmp_path):
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "x.png")],
-        env={**os.environ, "PYTHONPATH": os.getcwd()},
+        env={**os.environ, "PYTHONPATH": ROOT},
         capture_output=True,
         text=True,
         check=False,
