@@ -20,7 +20,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
     ``path`` is something else than a file (a device must not be replaced).
     """
     target = Path(path)
-    if target.exists() and not target.is_file():
+    if os.path.exists(target) and not target.is_file():
         kind = "a folder" if target.is_dir() else "a device or pipe"
         raise AutoselError(field_error(str(target), "output", kind, "a file name"))
     folder = target.absolute().parent
