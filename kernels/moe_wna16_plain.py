@@ -124,5 +124,6 @@ def activation_kernel(h_ptr, out_ptr, N: tl.constexpr, GATED: tl.constexpr, BLOC
         up = tl.load(h_ptr + row * (2 * N) + N + n, mask=inside, other=0.0).to(tl.float32)
         value = gated_activation(gate, up, ACT, LIMIT, ALPHA, BETA, LINEAR_BETA)
     else:
-        value = unary_activation(tl.load(h_ptr + row * N + n, mask=inside, other=0.0).to(tl.float32), ACT)
+        h = tl.load(h_ptr + row * N + n, mask=inside, other=0.0).to(tl.float32)
+        value = unary_activation(h, ACT)
     tl.store(out_ptr + row * N + n, value.to(out_ptr.dtype.element_ty), mask=inside)

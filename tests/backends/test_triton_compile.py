@@ -9,8 +9,11 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
+
+from autosel.core import ACTIVATIONS
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +28,30 @@ CASES = {
     "fp32": (("cuda", 90, 32), {"dtype": "fp32", "group": 64}),
     "odd sizes": (("cuda", 90, 32), {"K": 100, "N": 36, "group": 100, "k": 32}),
 }
+
+#: The activation kernel for every activation, in one process.
+ACTIVATION_SCRIPT = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from autosel.backends._steps import activation_constants
+from autosel.core import ACTIVATIONS, Activation
+from autosel.kernels.moe_wna16_plain import activation_kernel as kernel
+
+built = {}
+for name in ACTIVATIONS:
+    extra = {"swigluoai_uninterleave": {"limit": 7.0}, "situ": {"beta": 1.0}}.get(name, {})
+    activation = Activation(name, **extra)
+    constants = {"N": 1536, "GATED": activation.gated, "BLOCK": 1024,
+                 **activation_constants(activation)}
+    names = kernel.arg_names
+    signature = {n: {"h_ptr": "*bf16", "out_ptr": "*bf16"}.get(n, "constexpr") for n in names}
+    values = {(names.index(n),): value for n, value in constants.items()}
+    source = ASTSource(kernel, signature, values, {})
+    built[name] = sorted(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm)
+print(json.dumps(built))
+"""
 
 SCRIPT = """
 import json, sys
@@ -65,16 +92,26 @@ print(json.dumps({"shared": built.metadata.shared, "stages": sorted(built.asm)})
 """
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_compiles(case: str) -> None:
-    target, options = CASES[case]
+def compiled(script: str, *arguments: str) -> Any:
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     found = subprocess.run(
-        [sys.executable, "-c", SCRIPT, json.dumps([target, options])],
+        [sys.executable, "-c", script, *arguments],
         env=env, capture_output=True, text=True, timeout=250, check=False,
     )  # fmt: skip
     assert found.returncode == 0, found.stderr[-2000:]
-    result = json.loads(found.stdout.splitlines()[-1])
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def test_every_activation_compiles() -> None:
+    built = compiled(ACTIVATION_SCRIPT)
+    assert set(built) == set(ACTIVATIONS)
+    assert all("cubin" in stages for stages in built.values())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles(case: str) -> None:
+    target, options = CASES[case]
+    result = compiled(SCRIPT, json.dumps([target, options]))
     assert {"cubin", "hsaco"} & set(result["stages"])
     if options.get("act_order"):
         return  # the gathered scales are staged too, which the estimate leaves out
