@@ -76,10 +76,13 @@ class Compiler:
     def compile(self, launches: Iterable[Any]) -> str:
         jobs = {
             self.key(x): (
-                x.kernel.fn.__module__, x.kernel.fn.__name__, x.signature(), dict(x.options)
+                x.kernel.fn.__module__,
+                x.kernel.fn.__name__,
+                x.signature(),
+                dict(x.options),
             )
             for x in launches
-        }  # fmt: skip
+        }
         start = time.time()
         results = self.pool.map(_compile, jobs.values(), chunksize=1)
         for key, (error, _) in zip(jobs, results, strict=True):

@@ -151,10 +151,18 @@ def sweep_model(shape: Shape, tokens: Iterable[int], path: str, top: int) -> Non
         else:
             roof = shape.roofline_us(m, cell.inputs.distinct)
             writer.writerow(
-                dict(model=shape.name, tokens=m, us=round(us, 2), us_min=round(min(times), 2),
-                     error=f"{error:.5f}", roofline_us=round(roof, 2),
-                     distinct=round(cell.inputs.distinct, 1), params=key, parts="")
-            )  # fmt: skip
+                {
+                    "model": shape.name,
+                    "tokens": m,
+                    "us": round(us, 2),
+                    "us_min": round(min(times), 2),
+                    "error": f"{error:.5f}",
+                    "roofline_us": round(roof, 2),
+                    "distinct": round(cell.inputs.distinct, 1),
+                    "params": key,
+                    "parts": "",
+                }
+            )
             stream.flush()
         results[m][key] = (us, params)
         return us
@@ -167,7 +175,9 @@ def sweep_model(shape: Shape, tokens: Iterable[int], path: str, top: int) -> Non
     def best(m: int, count: int) -> list[dict[str, Any]]:
         return [p for us, p in sorted(results[m].values(), key=lambda v: v[0])[:count]]
 
-    second = {m: [v for p in best(m, top) for v in candidates.variants(shape, m, p)] for m in tokens}
+    second = {
+        m: [v for p in best(m, top) for v in candidates.variants(shape, m, p)] for m in tokens
+    }
     log(
         shape.name,
         compiler.compile(x for m in tokens for p in second[m] for x in describe(shape, m, p)),
@@ -182,10 +192,18 @@ def sweep_model(shape: Shape, tokens: Iterable[int], path: str, top: int) -> Non
         roof = shape.roofline_us(m, cells[m].inputs.distinct)
         parts = cells[m].parts(winner)
         writer.writerow(
-            dict(model=shape.name, tokens=m, us=round(us, 2), us_min="", error="", distinct="",
-                 roofline_us=round(roof, 2), params=json.dumps(winner, sort_keys=True),
-                 parts=json.dumps(parts))
-        )  # fmt: skip
+            {
+                "model": shape.name,
+                "tokens": m,
+                "us": round(us, 2),
+                "us_min": "",
+                "error": "",
+                "distinct": "",
+                "roofline_us": round(roof, 2),
+                "params": json.dumps(winner, sort_keys=True),
+                "parts": json.dumps(parts),
+            }
+        )
         stream.flush()
         log(f"{shape.name:16} M={m:<5} {us:8.1f} us  {roof / us:4.0%}", parts)
         log("   ", " ".join(f"{k}={v}" for k, v in winner.items()))

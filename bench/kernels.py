@@ -27,8 +27,20 @@ from bench.graph_timing import Compiler, capture, median, replays_us
 from bench.kernel_sweep import describe
 from bench.moe_cases import SHAPES, TOKENS, Inputs, Shape, Weights, reference, relative_error, tiled
 
-FIELDS = ["model", "tokens", "system", "us", "us_min", "us_p90", "error", "roofline_us",
-          "share_of_roofline", "times_best_peer", "distinct", "params"]  # fmt: skip
+FIELDS = [
+    "model",
+    "tokens",
+    "system",
+    "us",
+    "us_min",
+    "us_p90",
+    "error",
+    "roofline_us",
+    "share_of_roofline",
+    "times_best_peer",
+    "distinct",
+    "params",
+]
 START = time.time()
 
 
@@ -50,52 +62,76 @@ def read_params(path: str, shape: Shape, tokens: int) -> dict[str, Any]:
 
 
 class System:
-    """Something that runs a layer, with rotating copies of its weights."""
+    """Something that runs a layer, with rotating copies of its weights.
 
-    def __init__(self, name: str, tensors: Any, copies: int) -> None:
-        clone = (
-            (lambda t: {k: v.clone() for k, v in t.items()})
-            if isinstance(tensors, dict)
-            else (lambda t: [v.clone() for v in t])
-        )
-        self.name = name
-        self.copies = [tensors] + [clone(tensors) for _ in range(copies - 1)]
+    ``build(tokens)`` returns a callable of (weights, x, ids, topk_weights, out).
+    """
+
+    def __init__(self, name: str, copies: list[Any], build: Any) -> None:
+        self.name, self.copies, self.build = name, copies, build
+
+
+def copies_of(tensors: Any, count: int) -> list[Any]:
+    def clone() -> Any:
+        if isinstance(tensors, dict):
+            return {k: v.clone() for k, v in tensors.items()}
+        return [v.clone() for v in tensors]
+
+    return [tensors] + [clone() for _ in range(count - 1)]
+
+
+def ours(shape: Shape, name: str, copies: list[Any], params: dict[int, Any]) -> System:
+    def build(tokens: int) -> Any:
+        def call(w: Any, x: Any, ids: Any, topk_weights: Any, out: Any) -> None:
+            layer = tiled(shape, w)
+            for launch in layer_launches(layer, x, ids, topk_weights, out, params[tokens]):
+                launch.run()
+
+        return call
+
+    return System(name, copies, build)
+
+
+def peer_system(kind: str, weights: Weights, tokens: list[int], count: int) -> System:
+    from bench.peers import Humming, Marlin
+
+    if kind == "marlin":
+        peer: Any = Marlin(weights)
+    else:
+        form = {"indexed": "indexed", "grouped": "grouped_contiguous"}[kind.split("_")[1]]
+        peer = Humming(weights, form, os.environ["PEER_DIR"])
+        peer.prepare(tokens)
+    return System(peer.name, copies_of(peer.tensors, count), peer.build)
 
 
 def run_model(shape: Shape, args: argparse.Namespace) -> None:
     tokens = [int(t) for t in args.tokens.split(",")]
-    params = {m: read_params(args.params, shape, m) for m in tokens}
+    sets = {"autosel": {m: read_params(args.params, shape, m) for m in tokens}}
+    if args.params:
+        sets["autosel_start"] = {m: read_params("", shape, m) for m in tokens}
     compiler = Compiler()
-    log(shape.name, compiler.compile(x for m in tokens for x in describe(shape, m, params[m])))
+    found = compiler.compile(
+        x for params in sets.values() for m in tokens for x in describe(shape, m, params[m])
+    )
+    log(shape.name, found, list(compiler.failed.values())[:3])
     compiler.pool.terminate()
 
     weights = Weights(shape)
     packed = weights.packed()
-    nbytes = sum(t.numel() * 4 for t in packed.values())
-    count = 4 if nbytes < 2e9 else 2
-    systems = [System("autosel", packed, count)]
-    makers: dict[str, Any] = {}
+    count = 4 if sum(t.numel() * 4 for t in packed.values()) < 2e9 else 2
+    copies = copies_of(packed, count)
+    systems = [ours(shape, name, copies, params) for name, params in sets.items()]
     if args.peers:
-        from bench.peers import Humming, Marlin, load_operators
+        from bench.peers import load_operators
 
         load_operators(os.environ["PEER_SO"])
-        folder = os.environ["PEER_DIR"]
-        for kind in args.peers.split(","):
-            began = time.time()
-            peer = (
-                Marlin(weights)
-                if kind == "marlin"
-                else Humming(
-                    weights,
-                    {"indexed": "indexed", "grouped": "grouped_contiguous"}[kind[8:]],
-                    folder,
-                )
-            )
-            if hasattr(peer, "prepare"):
-                peer.prepare(tokens)
-            systems.append(System(peer.name, peer.tensors, count))
-            makers[peer.name] = peer
-            log(shape.name, peer.name, f"ready in {time.time() - began:.1f} s")
+    for kind in filter(None, args.peers.split(",")):
+        began = time.time()
+        try:
+            systems.append(peer_system(kind, weights, tokens, count))
+            log(shape.name, kind, f"ready in {time.time() - began:.1f} s")
+        except Exception as error:  # a peer that fails must not hide the others
+            log(shape.name, kind, "FAILED", repr(error)[-300:])
 
     new = not os.path.exists(args.csv)
     with open(args.csv, "a", newline="") as stream:
@@ -103,15 +139,18 @@ def run_model(shape: Shape, args: argparse.Namespace) -> None:
         if new:
             writer.writeheader()
         for m in tokens:
-            for row in cell_rows(shape, m, weights, systems, makers, params[m], args):
-                writer.writerow(row)
+            writer.writerows(cell_rows(shape, m, weights, systems, sets, args))
             stream.flush()
 
 
 def cell_rows(
-    shape: Shape, tokens: int, weights: Weights, systems: list[System], makers: dict[str, Any],
-    params: dict[str, Any], args: argparse.Namespace,
-) -> list[dict[str, Any]]:  # fmt: skip
+    shape: Shape,
+    tokens: int,
+    weights: Weights,
+    systems: list[System],
+    sets: dict[str, dict[int, Any]],
+    args: argparse.Namespace,
+) -> list[dict[str, Any]]:
     touched = shape.experts * (1 - (1 - shape.top_k / shape.experts) ** tokens)
     calls = math.ceil(400e6 / (touched * shape.expert_bytes))
     calls = max(8 if tokens < 1024 else 4, min(16, calls))
@@ -120,50 +159,54 @@ def cell_rows(
     roof = shape.roofline_us(tokens, inputs.distinct)
     graphs, errors, times = {}, {}, {}
     for system in systems:
-        out = torch.empty_like(inputs.x)
-        run = makers[system.name].build(tokens) if system.name in makers else None
+        try:
+            run, out = system.build(tokens), torch.empty_like(inputs.x)
 
-        def call(r: int, system: System = system, out: Any = out, run: Any = run) -> None:
-            w = system.copies[r % len(system.copies)]
-            if run is not None:
+            def call(r: int, system: System = system, out: Any = out, run: Any = run) -> None:
+                w = system.copies[r % len(system.copies)]
                 run(w, inputs.x, inputs.ids[r], inputs.weights[r], out)
-                return
-            layer = tiled(shape, w)
-            for launch in layer_launches(
-                layer, inputs.x, inputs.ids[r], inputs.weights[r], out, params
-            ):
-                launch.run()
 
-        worst = 0.0
-        for _ in range(3):
-            out.fill_(float("nan"))
-            call(0)
-            error = relative_error(out, ref)
-            worst = max(worst, error if error == error else math.inf)
-        errors[system.name] = worst
-        graphs[system.name] = capture([lambda r=r, call=call: call(r) for r in range(calls)])
-        times[system.name] = []
+            worst = 0.0
+            for _ in range(3):
+                out.fill_(float("nan"))
+                call(0)
+                error = relative_error(out, ref)
+                worst = max(worst, error if error == error else math.inf)
+            errors[system.name] = worst
+            graphs[system.name] = capture([lambda r=r, call=call: call(r) for r in range(calls)])
+            times[system.name] = []
+        except Exception as error:
+            log(shape.name, tokens, system.name, "FAILED", repr(error)[-300:])
+            torch.cuda.synchronize()
     for _ in range(3):
         for name, graph in graphs.items():
             times[name] += [t / calls for t in replays_us(graph, args.replays)]
     us = {name: median(t) for name, t in times.items()}
-    peer_us = [t for name, t in us.items() if name in makers]
+    peer_us = [t for name, t in us.items() if name not in sets and errors[name] < 0.02]
     best = min(peer_us) if peer_us else math.nan
-    ours = us["autosel"]
+    mine = us["autosel"]
     log(
-        f"{shape.name:16} M={tokens:<5} ours {ours:8.1f} us {roof / ours:4.0%} of roofline, "
-        f"best peer {best:8.1f} us, {best / ours:5.2f}x  "
+        f"{shape.name:16} M={tokens:<5} ours {mine:8.1f} us {roof / mine:4.0%} of roofline, "
+        f"best peer {best:8.1f} us, {best / mine:5.2f}x | "
         + " ".join(f"{n}={t:.1f}({errors[n]:.4f})" for n, t in us.items())
     )
     return [
-        dict(model=shape.name, tokens=tokens, system=name, us=round(us[name], 2),
-             us_min=round(min(t), 2), us_p90=round(sorted(t)[int(len(t) * 0.9)], 2),
-             error=f"{errors[name]:.5f}", roofline_us=round(roof, 2),
-             share_of_roofline=round(roof / us[name], 3),
-             times_best_peer=round(best / us[name], 3), distinct=round(inputs.distinct, 1),
-             params=json.dumps(params, sort_keys=True) if name == "autosel" else "")
+        {
+            "model": shape.name,
+            "tokens": tokens,
+            "system": name,
+            "us": round(us[name], 2),
+            "us_min": round(min(t), 2),
+            "us_p90": round(sorted(t)[int(len(t) * 0.9)], 2),
+            "error": f"{errors[name]:.5f}",
+            "roofline_us": round(roof, 2),
+            "share_of_roofline": round(roof / us[name], 3),
+            "times_best_peer": round(best / us[name], 3),
+            "distinct": round(inputs.distinct, 1),
+            "params": json.dumps(sets[name][tokens], sort_keys=True) if name in sets else "",
+        }
         for name, t in times.items()
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:
@@ -175,6 +218,7 @@ def main() -> None:
     parser.add_argument("--peers", default="marlin,humming_indexed,humming_grouped")
     parser.add_argument("--replays", type=int, default=7, help="of three rounds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=0, help="start no model after this")
     parser.add_argument("--one", action="store_true", help="run in this process")
     args = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -182,6 +226,9 @@ def main() -> None:
         run_model(SHAPES[args.models], args)
         return
     for name in args.models.split(","):
+        if args.seconds and time.time() - START > args.seconds:
+            log("out of time before", name)
+            break
         command = [sys.executable, "-m", "bench.kernels", *sys.argv[1:], "--one", "--models", name]
         subprocess.run(command, check=False)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from autosel.kernels.wna16_moe import TiledLayer
+from autosel.kernels.wna16_layer import TiledLayer
 from autosel.layouts.wna16_tiled import pack_codes, pack_pairs
 
 COPY_BYTES_PER_US = 4.3e6  # H200: device-to-device copy, bytes read plus written

@@ -92,11 +92,53 @@ class Marlin:
         def call(w: list[torch.Tensor], x: Any, ids: Any, topk_weights: Any, out: Any) -> None:
             align.fill(ids)
             where = (self.workspace, align.sorted, align.expert, align.padded, topk_weights, block)
-            gemm(x, gate_up, w[0], None, w[1], None, None, None, *where, s.top_k, False, UINT4B8,
-                 tokens, 2 * s.inner, s.hidden, False, True, False, -1, -1, -1)  # fmt: skip
+            gemm(
+                x,
+                gate_up,
+                w[0],
+                None,
+                w[1],
+                None,
+                None,
+                None,
+                *where,
+                s.top_k,
+                False,
+                UINT4B8,
+                tokens,
+                2 * s.inner,
+                s.hidden,
+                False,
+                True,
+                False,
+                -1,
+                -1,
+                -1,
+            )
             torch.ops._C.silu_and_mul(act, gate_up)
-            gemm(act, down, w[2], None, w[3], None, None, None, *where, 1, True, UINT4B8,
-                 slots, s.hidden, s.inner, False, True, False, -1, -1, -1)  # fmt: skip
+            gemm(
+                act,
+                down,
+                w[2],
+                None,
+                w[3],
+                None,
+                None,
+                None,
+                *where,
+                1,
+                True,
+                UINT4B8,
+                slots,
+                s.hidden,
+                s.inner,
+                False,
+                True,
+                False,
+                -1,
+                -1,
+                -1,
+            )
             torch.ops._moe_C.moe_sum(down.view(tokens, s.top_k, s.hidden), out, None, None)
 
         return call
@@ -128,12 +170,19 @@ class Humming:
                 "weight_scale": scales.clone(),
             }
             self.layer[part], tensors = prepare_and_transform_humming_tensors(
-                tensors=tensors, shape_n=n, shape_k=k,
+                tensors=tensors,
+                shape_n=n,
+                shape_k=k,
                 weight_schema=HummingWeightSchema(
-                    b_dtype="uint4", weight_scale_group_size=self.shape.group),
-                input_schema=HummingInputSchema(), num_experts=self.shape.experts,
-                pad_n_to_multiple=256, pad_k_to_multiple=128, torch_dtype=torch.bfloat16,
-                device="cuda")  # fmt: skip
+                    b_dtype="uint4", weight_scale_group_size=self.shape.group
+                ),
+                input_schema=HummingInputSchema(),
+                num_experts=self.shape.experts,
+                pad_n_to_multiple=256,
+                pad_k_to_multiple=128,
+                torch_dtype=torch.bfloat16,
+                device="cuda",
+            )
             self.tensors += [tensors["weight"], tensors["weight_scale"]]
             self.lists[part] = lists[f"{self.shape.name}|w{part}|{kind}"]
         count = torch.cuda.get_device_properties(0).multi_processor_count
@@ -165,15 +214,24 @@ class Humming:
         # One open interval: the launcher looks its kernel up with one row first.
         tuning = {part: json.dumps([[0, 1 << 30, c]]) for part, c in config.items()}
         gate_up, act, down = (_empty(slots, n) for n in (2 * s.inner, s.inner, s.hidden))
-        silu = dict(activation_type="binary_split", activation_impl="(a / (1.f + expf(-a))) * b")
+        silu = {"activation_type": "binary_split", "activation_impl": "(a / (1.f + expf(-a))) * b"}
 
-        def forward(part: str, x: torch.Tensor, w: list[torch.Tensor], out: torch.Tensor,
-                    **where: Any) -> None:  # fmt: skip
+        def forward(
+            part: str, x: torch.Tensor, w: list[torch.Tensor], out: torch.Tensor, **where: Any
+        ) -> None:
             i = 0 if part == "13" else 2
             humming_forward(
-                self.layer[part], inputs=x, weight=w[i], weight_scale=w[i + 1], outputs=out,
-                locks=self.locks, valid_shape_m=slots, compute_config=self.compute,
-                tuning_config=tuning[part], **where)  # fmt: skip
+                self.layer[part],
+                inputs=x,
+                weight=w[i],
+                weight_scale=w[i + 1],
+                outputs=out,
+                locks=self.locks,
+                valid_shape_m=slots,
+                compute_config=self.compute,
+                tuning_config=tuning[part],
+                **where,
+            )
 
         if not grouped:
             blocks = {part: c["block_shape"][0] for part, c in config.items()}
@@ -183,11 +241,20 @@ class Humming:
                 for buffers in aligned.values():
                     buffers.fill(ids)
                 for part, source, target, top_k in (
-                    ("13", x, gate_up, s.top_k), ("2", act, down, 1)
-                ):  # fmt: skip
+                    ("13", x, gate_up, s.top_k),
+                    ("2", act, down, 1),
+                ):
                     b = aligned[blocks[part]]
-                    forward(part, source, w, target, top_k=top_k, sorted_ids=b.sorted,
-                            expert_ids=b.expert, num_tokens_padded=b.padded)  # fmt: skip
+                    forward(
+                        part,
+                        source,
+                        w,
+                        target,
+                        top_k=top_k,
+                        sorted_ids=b.sorted,
+                        expert_ids=b.expert,
+                        num_tokens_padded=b.padded,
+                    )
                     if part == "13":
                         may_process_input(
                             self.layer["2"], inputs=gate_up, outputs=act, layout="normal", **silu
@@ -207,17 +274,46 @@ class Humming:
         permuted = _empty(slots, s.hidden)
 
         def call_grouped(w: list[torch.Tensor], x: Any, ids: Any, weight: Any, out: Any) -> None:
-            c.moe_prepare_scatter(ids, index, None, s.experts, s.experts, offsets, inverse,
-                                  workspace, expert, rows, first)  # fmt: skip
+            c.moe_prepare_scatter(
+                ids,
+                index,
+                None,
+                s.experts,
+                s.experts,
+                offsets,
+                inverse,
+                workspace,
+                expert,
+                rows,
+                first,
+            )
             valid = offsets[-1:]
-            may_process_input(self.layer["13"], inputs=x, outputs=permuted, layout="scatter",
-                              scatter_idx=inverse, num_valid_tokens=valid)  # fmt: skip
+            may_process_input(
+                self.layer["13"],
+                inputs=x,
+                outputs=permuted,
+                layout="scatter",
+                scatter_idx=inverse,
+                num_valid_tokens=valid,
+            )
             forward("13", permuted, w, gate_up, expert_layout=offsets)
-            may_process_input(self.layer["2"], inputs=gate_up, outputs=act, layout="normal",
-                              num_valid_tokens=valid, **silu)  # fmt: skip
+            may_process_input(
+                self.layer["2"],
+                inputs=gate_up,
+                outputs=act,
+                layout="normal",
+                num_valid_tokens=valid,
+                **silu,
+            )
             forward("2", act, w, down, expert_layout=offsets)
-            c.moe_unpermute(down.view(tokens, s.top_k, s.hidden), weight, inverse.flatten(),
-                            offsets, s.top_k, out)  # fmt: skip
+            c.moe_unpermute(
+                down.view(tokens, s.top_k, s.hidden),
+                weight,
+                inverse.flatten(),
+                offsets,
+                s.top_k,
+                out,
+            )
 
         return call_grouped
 
@@ -229,9 +325,20 @@ def weighted_sum(y: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> N
     tokens, top_k, n = y.shape
     block = 256 if tokens <= 16 else 1024 if n % 1024 == 0 else 512
     reduce_kernel[(-(-n // block), tokens)](
-        y, _zeros(tokens * top_k), _zeros(tokens * top_k), weights, out, N=n, E=1, TOPK=top_k,
-        BLOCK=block, SORTED=False, WEIGHTED=True, PDL=False, num_warps=2 if block == 256 else 4,
-    )  # fmt: skip
+        y,
+        _zeros(tokens * top_k),
+        _zeros(tokens * top_k),
+        weights,
+        out,
+        N=n,
+        E=1,
+        TOPK=top_k,
+        BLOCK=block,
+        SORTED=False,
+        WEIGHTED=True,
+        PDL=False,
+        num_warps=2 if block == 256 else 4,
+    )
 
 
 _ZEROS: dict[int, torch.Tensor] = {}

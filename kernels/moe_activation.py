@@ -1,3 +1,4 @@
+# ruff: noqa: RET505 (the device language wants both branches, and no stars)
 """The element-wise functions between the two GEMMs, in float32 on accumulators.
 
 ACT names are the project's; LIMIT, ALPHA, BETA and LINEAR_BETA are compile-time floats, and a

@@ -1,3 +1,4 @@
+# ruff: noqa: RET505, RUF005 (the device language wants both branches, and no stars)
 """Decode: a few tokens, two launches, no sorting.
 
 ``decode_gate_up``  one program = R tiles of 16 rows of one slot's expert, all of K

@@ -161,7 +161,8 @@ def grouped_gemm(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, out_ptr, ids_ptr, sorted_ptr
                  BIAS: tl.constexpr, UP: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
                  LIMIT: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
                  LINEAR_BETA: tl.constexpr, SORTED: tl.constexpr, BY_SLOT: tl.constexpr,
-                 EP: tl.constexpr, S: tl.constexpr, TOK: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+                 EP: tl.constexpr, S: tl.constexpr, TOK: tl.constexpr, BN: tl.constexpr,
+                 BK: tl.constexpr,
                  STAGES: tl.constexpr, PREFETCH: tl.constexpr, ASM: tl.constexpr,
                  PDL: tl.constexpr):  # fmt: skip
     """Grid (columns x NR / BN). UP: x rows are tokens (slot / XDIV), out rows hold activations.

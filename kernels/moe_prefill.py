@@ -1,3 +1,4 @@
+# ruff: noqa: RUF005, B007 (the device language wants both branches, and no stars)
 """Prefill on Hopper, in Gluon: int4 grouped GEMM with the operands' layouts written out.
 
 One program = BN rows of one expert times one block of its tokens. Per step of BK inputs: words go
@@ -24,7 +25,6 @@ wgmma with A in registers must have finished before its registers are written ag
 product of the step before, after its own loads and before its own unpacking.
 """
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -299,7 +299,7 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
     acc0 = warpgroup_mma_init(gl.zeros([BN, T0], gl.float32, mma0))
     if T1 > 0:
         acc1 = warpgroup_mma_init(gl.zeros([BN, T1], gl.float32, mma1))
-    group0 = 0  # first scale group of the round, where a group is longer than a round
+    group0 = 0  # first scale group of the round, if a group is longer than a round
     for q in range(ROUNDS):
         for u in gl.static_range(STAGES):
             if LATE:
@@ -387,27 +387,3 @@ def prefill_gemm(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, blocks_ptr, num_block
             _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K, NR, GROUP, UP,
                   XDIV, part(CLASSES, i, 0), part(CLASSES, i, 1), BN, BK, RT, STAGES, LATE, NW,
                   PDL)  # fmt: skip
-
-
-# ------------------------------------------------------------------ host
-def prefill_launch(layer, up, x, out, xdiv, sorted_, slots, p):
-    """The launch of one GEMM; see ``wna16_moe.Launch``."""
-    from autosel.kernels.wna16_moe import Launch, _pdl, _registers, max_blocks
-
-    pre = "up" if up else "down"
-    gemm = layer.gemm(up)
-    words, scales = layer.weights(up)[:2]
-    near, bn, rt = p["near"], p[f"{pre}_bn"], 1 if up else p["down_rt"]
-    blocks = max_blocks(slots, layer.experts, p["tok"])
-    columns = triton.cdiv(blocks, near) * near
-    return Launch(
-        prefill_gemm,
-        (columns * (gemm["NR"] // (bn * rt)),),
-        (x, words, scales, out, sorted_[0], sorted_[2], blocks),
-        dict(
-            K=gemm["K"], NR=gemm["NR"], GROUP=gemm["GROUP"], UP=up, XDIV=xdiv,
-            CLASSES=p["classes"], BN=bn, BK=p[f"{pre}_bk"], RT=rt, STAGES=p[f"{pre}_stages"],
-            LATE=p[f"{pre}_late"], NEAR=near, NW=p[f"{pre}_warps"], PDL=(1 if up else 2) if layer.pdl else 0,
-            num_warps=p[f"{pre}_warps"], **_registers(layer, p, pre), **_pdl(layer),
-        ),
-    )  # fmt: skip

@@ -134,7 +134,7 @@ def _pair_asm(BITS, SYM, FP16):
     lines += ["shr.u32 t, $1, $3;", "and.b32 t, t, $5;"]
     if FP16:
         lines += ["or.b32 t, t, 0x64006400;"]
-    lines += _apply(SYM, FP16, "t", "$7", "$9") + ["mov.b32 $0, t;"]
+    lines += [*_apply(SYM, FP16, "t", "$7", "$9"), "mov.b32 $0, t;"]
     return "{" + " ".join(lines) + "}"
 
 

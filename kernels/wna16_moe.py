@@ -7,8 +7,6 @@ of time and is counted in tests. Parameters are plain numbers and strings (see
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,96 +16,15 @@ from autosel.kernels.moe_decode import decode_down, decode_gate_up
 from autosel.kernels.moe_gather import gather_inputs
 from autosel.kernels.moe_grouped import grouped_down_rows, grouped_gemm
 from autosel.kernels.moe_reduce import reduce_kernel
-
-Params = Mapping[str, Any]
-MAX_SCAN = 512  # ids a GEMM program looks through itself; above, moe_align sorts once for all
-
-
-@dataclass(frozen=True)
-class TiledLayer:
-    """Packed weights of one layer and the facts the kernels are compiled for."""
-
-    tensors: Mapping[str, torch.Tensor]
-    experts: int
-    top_k: int
-    hidden: int  # padded
-    intermediate: int  # padded
-    group13: int
-    group2: int
-    bits13: int = 4
-    bits2: int = 4
-    symmetric13: bool = True
-    symmetric2: bool = True
-    activation: str = "silu"
-    limit: float = 0.0
-    alpha: float = 1.0
-    beta: float = 0.0
-    linear_beta: float = 0.0
-    gated: bool = True
-    fp16: bool = False
-    asm: bool = True  # inline PTX; without it the kernels are plain Triton
-    pdl: bool = True  # programmatic dependent launch (sm_90 and later)
-    gluon: bool = True  # the device is sm_90, which moe_prefill is written for
-
-    @property
-    def rows13(self) -> int:
-        return self.intermediate * (2 if self.gated else 1)
-
-    def gemm(self, up: bool) -> dict[str, Any]:
-        """Arguments that describe one GEMM's weights."""
-        if up:
-            return dict(
-                K=self.hidden, NR=self.rows13, GROUP=self.group13, BITS=self.bits13,
-                SYM=self.symmetric13, BIAS="b13" in self.tensors, E=self.experts,
-            )  # fmt: skip
-        return dict(
-            K=self.intermediate, NR=self.hidden, GROUP=self.group2, BITS=self.bits2,
-            SYM=self.symmetric2, BIAS="b2" in self.tensors, E=self.experts,
-        )  # fmt: skip
-
-    def act(self) -> dict[str, Any]:
-        return dict(
-            GATED=self.gated, ACT=self.activation, LIMIT=self.limit, ALPHA=self.alpha,
-            BETA=self.beta, LINEAR_BETA=self.linear_beta,
-        )  # fmt: skip
-
-    def weights(self, up: bool) -> tuple[torch.Tensor, ...]:
-        """Words, scales, zero points, bias; absent ones are stood in for by the scales."""
-        n, t = ("13" if up else "2"), self.tensors
-        return t[f"w{n}"], t[f"s{n}"], t.get(f"z{n}", t[f"s{n}"]), t.get(f"b{n}", t[f"s{n}"])
-
-
-@dataclass(frozen=True)
-class Launch:
-    kernel: Any
-    grid: tuple[int, ...]
-    args: tuple[Any, ...]
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-    def run(self) -> None:
-        self.kernel[self.grid](*self.args, **self.options)
-
-    def signature(self) -> tuple[Any, ...]:
-        """Types instead of tensors: what ``kernel.warmup`` needs, and a key for the compilation."""
-        return tuple(a.dtype if isinstance(a, torch.Tensor) else a for a in self.args)
-
-
-def next_power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def _padded(experts: int) -> int:
-    return max(16, next_power_of_two(experts))
-
-
-def _pdl(layer: TiledLayer) -> dict[str, Any]:
-    return {"launch_pdl": True} if layer.pdl else {}
-
-
-def _registers(layer: TiledLayer, p: Params, pre: str) -> dict[str, Any]:
-    """A cap on registers a thread, where the parameters ask for one (NVIDIA only)."""
-    cap = p.get(f"{pre}_regs", 0)
-    return {"maxnreg": cap} if cap and layer.asm else {}
+from autosel.kernels.wna16_layer import (
+    Launch,
+    Params,
+    TiledLayer,
+    next_power_of_two,
+    padded,
+    pdl_option,
+    register_option,
+)
 
 
 # ------------------------------------------------------------------ single launches
@@ -121,28 +38,35 @@ def align(
         return torch.empty(size, dtype=dtype, device=ids.device)
 
     out = (new(slots), new(slots), new(max_blocks(slots, layer.experts, block), 4))
-    common = dict(E=layer.experts, PDL=layer.pdl, **_pdl(layer))
-    if slots <= 8192:
-        chunk = max(128, next_power_of_two(slots))
-        common |= dict(CHUNK=chunk, BLOCK=block, num_warps=max(4, chunk // 256))
+    common = dict(E=layer.experts, PDL=layer.pdl, **pdl_option(layer))
+    # One launch up to where it takes longer than two (H200: 9 us, 8,192 slots of 128 experts).
+    if slots <= 4096 or (slots <= 8192 and layer.experts <= 128):
+        chunk = max(128, min(4096, next_power_of_two(slots)))
+        common |= {"CHUNK": chunk, "BLOCK": block, "num_warps": max(4, chunk // 256)}
         return [Launch(align_kernel, (layer.experts,), (ids, *out, slots), common)], out
-    chunk, padded = 256, _padded(layer.experts)
+    chunk, bins = 256, padded(layer.experts)
     chunks = -(-slots // chunk)
-    counts, rank = new(chunks, padded, dtype=torch.int16), new(slots, dtype=torch.int16)
-    common |= dict(EP=padded, CHUNK=chunk, num_warps=8)
+    counts, rank = new(chunks, bins, dtype=torch.int16), new(slots, dtype=torch.int16)
+    common |= {"EP": bins, "CHUNK": chunk, "num_warps": 8}
     return [
         Launch(count_kernel, (chunks,), (ids, counts, rank, slots), common),
         Launch(
-            place_kernel, (chunks,), (ids, counts, rank, *out, slots, chunks),
-            common | dict(BLOCK=block),
+            place_kernel,
+            (chunks,),
+            (ids, counts, rank, *out, slots, chunks),
+            common | {"BLOCK": block},
         ),
-    ], out  # fmt: skip
+    ], out
 
 
 def reduce(
-    layer: TiledLayer, y: torch.Tensor, position: torch.Tensor | None, ids: torch.Tensor,
-    weights: torch.Tensor, out: torch.Tensor,
-) -> Launch:  # fmt: skip
+    layer: TiledLayer,
+    y: torch.Tensor,
+    position: torch.Tensor | None,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+) -> Launch:
     tokens, n = out.shape
     block = 256 if tokens <= 16 else 1024 if n % 1024 == 0 else 512
     return Launch(
@@ -150,10 +74,17 @@ def reduce(
         (-(-n // block), tokens),
         (y, ids if position is None else position, ids, weights, out),
         dict(
-            N=n, E=layer.experts, TOPK=layer.top_k, BLOCK=block, SORTED=position is not None,
-            WEIGHTED=True, PDL=layer.pdl, num_warps=2 if block == 256 else 4, **_pdl(layer),
+            N=n,
+            E=layer.experts,
+            TOPK=layer.top_k,
+            BLOCK=block,
+            SORTED=position is not None,
+            WEIGHTED=True,
+            PDL=layer.pdl,
+            num_warps=2 if block == 256 else 4,
+            **pdl_option(layer),
         ),
-    )  # fmt: skip
+    )
 
 
 def decode_up_launch(
@@ -165,28 +96,49 @@ def decode_up_launch(
         grid,
         (x, *layer.weights(True), ids, h),
         dict(
-            **layer.gemm(True), **layer.act(), XDIV=xdiv, R=p["up_r"], KS=p["up_ks"],
-            KW=p["up_kw"], SUB=p["up_sub"], STAGES=p["up_stages"], ASM=layer.asm, PDL=layer.pdl,
-            num_warps=p["up_ks"], **_pdl(layer),
+            **layer.gemm(True),
+            **layer.act(),
+            XDIV=xdiv,
+            R=p["up_r"],
+            KS=p["up_ks"],
+            KW=p["up_kw"],
+            SUB=p["up_sub"],
+            STAGES=p["up_stages"],
+            ASM=layer.asm,
+            PDL=layer.pdl,
+            num_warps=p["up_ks"],
+            **pdl_option(layer),
         ),
-    )  # fmt: skip
+    )
 
 
 def decode_down_launch(
-    layer: TiledLayer, h: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-    out: torch.Tensor, p: Params,
-) -> Launch:  # fmt: skip
+    layer: TiledLayer,
+    h: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    p: Params,
+) -> Launch:
     return Launch(
         decode_down,
         (layer.hidden // (16 * p["down_r"]), out.shape[0]),
         (h, *layer.weights(False), ids, weights, out),
         dict(
-            **layer.gemm(False), TOPK=layer.top_k, TP=next_power_of_two(layer.top_k),
-            R=p["down_r"], KS=p["down_ks"], KW=p["down_kw"], SUB=p["down_sub"],
-            STAGES=p["down_stages"], ASM=layer.asm, PDL=layer.pdl, num_warps=p["down_warps"],
-            **_pdl(layer),
+            **layer.gemm(False),
+            TOPK=layer.top_k,
+            TP=next_power_of_two(layer.top_k),
+            R=p["down_r"],
+            KS=p["down_ks"],
+            KW=p["down_kw"],
+            SUB=p["down_sub"],
+            STAGES=p["down_stages"],
+            ASM=layer.asm,
+            PDL=layer.pdl,
+            num_warps=p["down_warps"],
+            **pdl_option(layer),
         ),
-    )  # fmt: skip
+    )
 
 
 def _columns(layer: TiledLayer, slots: int, tok: int, is_sorted: bool) -> tuple[int, bool]:
@@ -198,9 +150,15 @@ def _columns(layer: TiledLayer, slots: int, tok: int, is_sorted: bool) -> tuple[
 
 
 def grouped_launch(
-    layer: TiledLayer, up: bool, x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, xdiv: int,
-    sorted_: tuple[Any, ...] | None, p: Params,
-) -> Launch:  # fmt: skip
+    layer: TiledLayer,
+    up: bool,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    xdiv: int,
+    sorted_: tuple[Any, ...] | None,
+    p: Params,
+) -> Launch:
     pre, slots = "up" if up else "down", ids.numel()
     tok, bn = p["tok"], p[f"{pre}_bn"]
     columns, by_slot = _columns(layer, slots, tok, sorted_ is not None)
@@ -213,19 +171,37 @@ def grouped_launch(
         (columns * (gemm["NR"] // bn),),
         (x, *layer.weights(up), out, ids, order, blocks, slots),
         dict(
-            **gemm, **layer.act(), XDIV=xdiv, UP=up, SORTED=sorted_ is not None, BY_SLOT=by_slot,
-            EP=_padded(layer.experts), S=scan, TOK=tok, BN=bn, BK=p[f"{pre}_bk"], STAGES=p[f"{pre}_stages"],
-            PREFETCH=0 if up or not layer.asm else p["prefetch"], ASM=layer.asm, PDL=pdl,
-            num_warps=p[f"{pre}_warps"], num_stages=p[f"{pre}_stages"], **_pdl(layer),
-            **_registers(layer, p, pre),
+            **gemm,
+            **layer.act(),
+            XDIV=xdiv,
+            UP=up,
+            SORTED=sorted_ is not None,
+            BY_SLOT=by_slot,
+            EP=padded(layer.experts),
+            S=scan,
+            TOK=tok,
+            BN=bn,
+            BK=p[f"{pre}_bk"],
+            STAGES=p[f"{pre}_stages"],
+            PREFETCH=0 if up or not layer.asm else p["prefetch"],
+            ASM=layer.asm,
+            PDL=pdl,
+            num_warps=p[f"{pre}_warps"],
+            num_stages=p[f"{pre}_stages"],
+            **pdl_option(layer),
+            **register_option(layer, p, pre),
         ),
-    )  # fmt: skip
+    )
 
 
 def rows_launch(
-    layer: TiledLayer, h: torch.Tensor, ids: torch.Tensor, out: torch.Tensor,
-    sorted_: tuple[Any, ...] | None, p: Params,
-) -> Launch:  # fmt: skip
+    layer: TiledLayer,
+    h: torch.Tensor,
+    ids: torch.Tensor,
+    out: torch.Tensor,
+    sorted_: tuple[Any, ...] | None,
+    p: Params,
+) -> Launch:
     slots, tok, bn, rt = ids.numel(), p["tok"], p["down_bn"], p["down_rt"]
     columns, by_slot = _columns(layer, slots, tok, sorted_ is not None)
     order, blocks = (ids, ids) if sorted_ is None else (sorted_[0], sorted_[2])
@@ -235,19 +211,34 @@ def rows_launch(
         (columns * (layer.hidden // (bn * rt)),),
         (h, *layer.weights(False), out, ids, order, blocks, slots),
         dict(
-            **layer.gemm(False), SORTED=sorted_ is not None, BY_SLOT=by_slot,
-            EP=_padded(layer.experts), S=scan, TOK=tok, BN=bn, RT=rt, STAGES=p["down_stages"], ASM=layer.asm, PDL=layer.pdl,
-            num_warps=p["down_warps"], num_stages=p["down_stages"], **_pdl(layer),
-            **_registers(layer, p, "down"),
+            **layer.gemm(False),
+            SORTED=sorted_ is not None,
+            BY_SLOT=by_slot,
+            EP=padded(layer.experts),
+            S=scan,
+            TOK=tok,
+            BN=bn,
+            RT=rt,
+            STAGES=p["down_stages"],
+            ASM=layer.asm,
+            PDL=layer.pdl,
+            num_warps=p["down_warps"],
+            num_stages=p["down_stages"],
+            **pdl_option(layer),
+            **register_option(layer, p, "down"),
         ),
-    )  # fmt: skip
+    )
 
 
 # ------------------------------------------------------------------ whole layers
 def layer_launches(
-    layer: TiledLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-    out: torch.Tensor, p: Params,
-) -> list[Launch]:  # fmt: skip
+    layer: TiledLayer,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    p: Params,
+) -> list[Launch]:
     """Every launch of one call; x and out ``[M, hidden]``, ids and weights ``[M, top_k]``."""
     slots = ids.numel()
     launches: list[Launch] = []
@@ -274,7 +265,7 @@ def layer_launches(
     for up, source, target, div in ((True, x, h, xdiv), (False, h, y, 1)):
         kind = p["up_with" if up else "down_with"]
         if kind == "gluon":
-            launches.append(_prefill(layer, up, source, target, div, sorted_, slots, p))
+            launches.append(prefill_launch(layer, up, source, target, div, sorted_, slots, p))
         elif kind == "rows":
             launches.append(rows_launch(layer, source, ids, target, sorted_, p))
         else:
@@ -283,10 +274,47 @@ def layer_launches(
     return launches
 
 
-def _prefill(*args: Any) -> Launch:
-    from autosel.kernels.moe_prefill import prefill_launch  # Gluon: imported where it is used
+def prefill_launch(
+    layer: TiledLayer,
+    up: bool,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    xdiv: int,
+    sorted_: tuple[Any, ...],
+    slots: int,
+    p: Params,
+) -> Launch:
+    from autosel.kernels.moe_prefill import prefill_gemm  # Gluon: imported where it is used
 
-    return prefill_launch(*args)
+    pre, gemm = "up" if up else "down", layer.gemm(up)
+    words, scales = layer.weights(up)[:2]
+    near, bn, rt = p["near"], p[f"{pre}_bn"], 1 if up else p["down_rt"]
+    blocks = max_blocks(slots, layer.experts, p["tok"])
+    columns = -(-blocks // near) * near
+    return Launch(
+        prefill_gemm,
+        (columns * (gemm["NR"] // (bn * rt)),),
+        (x, words, scales, out, sorted_[0], sorted_[2], blocks),
+        {
+            "K": gemm["K"],
+            "NR": gemm["NR"],
+            "GROUP": gemm["GROUP"],
+            "UP": up,
+            "XDIV": xdiv,
+            "CLASSES": p["classes"],
+            "BN": bn,
+            "BK": p[f"{pre}_bk"],
+            "RT": rt,
+            "STAGES": p[f"{pre}_stages"],
+            "LATE": p[f"{pre}_late"],
+            "NEAR": near,
+            "NW": p[f"{pre}_warps"],
+            "PDL": (1 if up else 2) if layer.pdl else 0,
+            "num_warps": p[f"{pre}_warps"],
+            **register_option(layer, p, pre),
+            **pdl_option(layer),
+        },
+    )
 
 
 def _gather(
@@ -298,16 +326,25 @@ def _gather(
         (-(-layer.hidden // 1024), ids.numel()),
         (x, ids, layer.tensors["x_order"], gathered),
         dict(
-            K=layer.hidden, COLUMNS=columns, E=layer.experts, TOPK=layer.top_k, BLOCK=1024,
-            PDL=layer.pdl, **_pdl(layer),
+            K=layer.hidden,
+            COLUMNS=columns,
+            E=layer.experts,
+            TOPK=layer.top_k,
+            BLOCK=1024,
+            PDL=layer.pdl,
+            **pdl_option(layer),
         ),
-    )  # fmt: skip
+    )
 
 
 def moe_forward(
-    layer: TiledLayer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
-    out: torch.Tensor, p: Params,
-) -> torch.Tensor:  # fmt: skip
+    layer: TiledLayer,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    out: torch.Tensor,
+    p: Params,
+) -> torch.Tensor:
     for launch in layer_launches(layer, x, ids, weights, out, p):
         launch.run()
     return out

@@ -1,36 +1,41 @@
-"""Our own WNA16 kernels (Triton and Gluon) over the fragment-major tiled layout."""
+"""Our own WNA16 kernels, Triton and Gluon, over the fragment-major tiled layout.
+
+Numerics: weights are rounded once to the activations' type, products accumulate in float32, the
+activations between the GEMMs and each expert's output in the activations' type; the weighted sum
+over experts is float32 in a fixed order. No atomics anywhere: results repeat bit for bit.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import importlib.util
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from autosel.core import Problem
-from autosel.interfaces import PackedExperts
+import torch
+
+from autosel.activations import constants
+from autosel.backends import _rules
+from autosel.core import Device, Params, Problem, Reason, Routing, Support
+from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
+from autosel.layouts.wna16_tiled import Sizes, Wna16Tiled
 
 if TYPE_CHECKING:
-    from autosel.kernels.wna16_moe import TiledLayer
+    from collections.abc import Mapping
+
+    from autosel.kernels.wna16_layer import TiledLayer
 
 
-def _activation_constants(problem: Problem) -> dict[str, Any]:
-    act = problem.activation
-    if act.name == "swigluoai":
-        return {"activation": act.name, "limit": 7.0, "alpha": 1.702, "beta": 1.0}
-    return {
-        "activation": act.name,
-        "limit": act.limit or 0.0,
-        "alpha": 1.0 if act.alpha is None else act.alpha,
-        "beta": act.beta or 0.0,
-        "linear_beta": act.linear_beta or 0.0,
-    }
+def _layer(
+    problem: Problem,
+    tensors: Mapping[str, torch.Tensor],
+    sizes: Sizes,
+    capability: tuple[int, int],
+    asm: bool,
+) -> TiledLayer:
+    from autosel.kernels.wna16_layer import TiledLayer
 
-
-def tiled_layer(packed: PackedExperts, *, asm: bool = True, pdl: bool = True) -> TiledLayer:
-    """The kernels' view of a packed layer."""
-    from autosel.kernels.wna16_moe import TiledLayer
-
-    problem, sizes = packed.problem, packed.meta["sizes"]
+    values = constants(problem.activation)
     return TiledLayer(
-        packed.tensors,
+        tensors,
         experts=problem.num_local_experts,
         top_k=problem.top_k,
         hidden=sizes.hidden,
@@ -41,8 +46,99 @@ def tiled_layer(packed: PackedExperts, *, asm: bool = True, pdl: bool = True) ->
         bits2=problem.w2.num_bits,
         symmetric13=problem.w13.symmetric,
         symmetric2=problem.w2.symmetric,
+        activation=problem.activation.name,
+        limit=values.get("limit", 0.0),
+        alpha=values.get("alpha", 1.0),
+        beta=values.get("beta", 0.0),
+        linear_beta=values.get("linear_beta", 0.0),
         gated=problem.activation.gated,
+        fp16=problem.act_dtype == "float16",
         asm=asm,
-        pdl=pdl,
-        **_activation_constants(problem),
+        pdl=asm and capability >= (9, 0),
+        gluon=asm and capability[0] == 9,
     )
+
+
+def tiled_layer(packed: PackedExperts) -> TiledLayer:
+    """The kernels' view of a packed layer, for the device its tensors are on."""
+    tensor = packed.tensors["w13"]
+    asm = tensor.is_cuda and torch.version.hip is None
+    capability = torch.cuda.get_device_capability(tensor.device) if asm else (0, 0)
+    sizes = packed.meta["sizes"]
+    return _layer(packed.problem, packed.tensors, sizes, capability, asm)
+
+
+class Wna16TiledBackend(Backend):
+    """Decode, narrow-block and prefill kernels that share one copy of the weights."""
+
+    name: ClassVar[str] = "wna16_tiled"
+    summary: ClassVar[str] = "our own kernels: decode, grouped and Hopper prefill on one layout"
+    distributions: ClassVar[tuple[str, ...]] = ("triton", "pytorch-triton-rocm")
+
+    def available(self, device: Device) -> Support:
+        needs = Requirements()
+        if needs.one_of("device", device.kind, ("cuda", "rocm")) and device.kind == "cuda":
+            _rules.capability_at_least(needs, device, (8, 0))
+        there = importlib.util.find_spec("triton") is not None
+        needs.need(there, "package triton", "not installed", "pip install triton")
+        return needs.support
+
+    def supports(self, problem: Problem, device: Device) -> Support:
+        needs = Requirements()
+        _rules.activation(needs, problem)
+        needs.one_of("activations' dtype", problem.act_dtype, ("bfloat16", "float16"))
+        for name, scheme, _, _ in _rules.gemms(problem):
+            needs.one_of(f"{name} scale dtype", scheme.scale_dtype, (problem.act_dtype,))
+            size = scheme.group_size
+            fits = size == -1 or (size >= 32 and size & (size - 1) == 0)
+            needs.need(fits, f"{name} group size", size, "-1, or a power of two of at least 32")
+        return Support(self.available(device).reasons + needs.support.reasons)
+
+    def layout(self, problem: Problem, params: Params) -> Layout:
+        return Wna16Tiled()
+
+    def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
+        from autosel.kernels import wna16_space
+
+        layer = _meta_layer(problem, device)
+        start = wna16_space.starting_params(layer, num_tokens)
+
+        def constraint(params: Params) -> Reason | None:
+            found = wna16_space.problem_with(layer, {**start, **params})
+            return Reason(*found) if found else None
+
+        return Space(start, wna16_space.choices(layer, start), constraint)
+
+    def run(
+        self,
+        packed: PackedExperts,
+        x: torch.Tensor,
+        routing: Routing,
+        params: Params,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        from autosel.kernels.wna16_moe import moe_forward
+        from autosel.kernels.wna16_space import starting_params
+
+        problem, layer = packed.problem, tiled_layer(packed)
+        weights = routing.topk_weights
+        if problem.router_weight_on_input:
+            x = (x.float() * weights).to(x.dtype)
+            weights = torch.ones_like(weights)
+        settings: dict[str, Any] = {**starting_params(layer, len(x)), **params}
+        if layer.hidden == problem.hidden_size:
+            moe_forward(layer, x, routing.topk_ids, weights, out, settings)
+            return out
+        padding = layer.hidden - problem.hidden_size
+        wide = torch.nn.functional.pad(x, (0, padding))
+        y = torch.empty_like(wide)
+        moe_forward(layer, wide, routing.topk_ids, weights, y, settings)
+        return out.copy_(y[:, : problem.hidden_size])
+
+
+def _meta_layer(problem: Problem, device: Device) -> TiledLayer:
+    """The layer without its weights: enough for spaces and constraints."""
+    names = ["w13", "w2"] + (["b13", "b2"] if problem.has_bias else [])
+    tensors = {name: torch.empty(0, device="meta") for name in names}
+    asm = device.kind == "cuda"
+    return _layer(problem, tensors, Sizes.of(problem), device.capability or (0, 0), asm)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from autosel.kernels.wna16_moe import TiledLayer, align
+from autosel.kernels.wna16_layer import TiledLayer
+from autosel.kernels.wna16_moe import align
 
 
 def run(ids, experts, block):
@@ -22,7 +23,14 @@ def run(ids, experts, block):
 
 @pytest.mark.parametrize(
     ("tokens", "experts", "top_k", "block"),
-    [(1, 8, 2, 16), (37, 8, 2, 16), (64, 128, 8, 16), (60, 300, 8, 32), (2100, 8, 2, 128), (520, 40, 8, 16)],
+    [
+        (1, 8, 2, 16),
+        (37, 8, 2, 16),
+        (64, 128, 8, 16),
+        (60, 300, 8, 32),
+        (2100, 8, 2, 128),
+        (520, 40, 8, 16),
+    ],
 )
 def test_blocks_cover_every_served_slot_once(tokens, experts, top_k, block):
     gen = torch.Generator().manual_seed(tokens)

@@ -21,21 +21,67 @@ pytestmark = [
 ]
 TOLERANCE = 6e-3
 
-DECODE = dict(path="decode", up_r=1, up_ks=4, up_kw=128, up_sub=128, up_stages=0, down_r=1,
-              down_ks=1, down_kw=128, down_sub=64, down_stages=0, down_warps=4)  # fmt: skip
-LONG = DECODE | dict(up_stages=3, down_stages=3, up_r=2)
-SCAN = dict(path="scan", tok=16, up_bn=128, up_bk=128, up_stages=3, up_warps=4, down_bn=64,
-            down_bk=128, down_stages=3, down_warps=4, prefetch=128, up_with="triton",
-            down_with="triton")  # fmt: skip
-SORTED = SCAN | dict(path="sorted")
-ROWS = SORTED | dict(down_with="rows", down_rt=2)
-GLUON = dict(path="sorted", tok=32, classes="8,16,16+8,32", near=2, up_bn=128, up_bk=64,
-             up_stages=4, up_warps=8, up_late=0, down_bn=64, down_bk=64, down_stages=4,
-             down_warps=4, down_late=1, down_rt=1, up_with="gluon",
-             down_with="gluon")  # fmt: skip
-GLUON_ROWS = GLUON | dict(down_rt=2)
-PATHS = dict(decode=DECODE, long=LONG, scan=SCAN, sorted=SORTED, rows=ROWS, gluon=GLUON,
-             gluon_rows=GLUON_ROWS)  # fmt: skip
+DECODE = {
+    "path": "decode",
+    "up_r": 1,
+    "up_ks": 4,
+    "up_kw": 128,
+    "up_sub": 128,
+    "up_stages": 0,
+    "down_r": 1,
+    "down_ks": 1,
+    "down_kw": 128,
+    "down_sub": 64,
+    "down_stages": 0,
+    "down_warps": 4,
+}
+LONG = DECODE | {"up_stages": 3, "down_stages": 3, "up_r": 2}
+SCAN = {
+    "path": "scan",
+    "tok": 16,
+    "up_bn": 128,
+    "up_bk": 128,
+    "up_stages": 3,
+    "up_warps": 4,
+    "down_bn": 64,
+    "down_bk": 128,
+    "down_stages": 3,
+    "down_warps": 4,
+    "prefetch": 128,
+    "up_with": "triton",
+    "down_with": "triton",
+}
+SORTED = SCAN | {"path": "sorted"}
+ROWS = SORTED | {"down_with": "rows", "down_rt": 2}
+GLUON = {
+    "path": "sorted",
+    "tok": 32,
+    "classes": "8,16,16+8,32",
+    "near": 2,
+    "up_bn": 128,
+    "up_bk": 64,
+    "up_stages": 4,
+    "up_warps": 8,
+    "up_late": 0,
+    "down_bn": 64,
+    "down_bk": 64,
+    "down_stages": 4,
+    "down_warps": 4,
+    "down_late": 1,
+    "down_rt": 1,
+    "up_with": "gluon",
+    "down_with": "gluon",
+}
+GLUON_ROWS = GLUON | {"down_rt": 2}
+PATHS = {
+    "decode": DECODE,
+    "long": LONG,
+    "scan": SCAN,
+    "sorted": SORTED,
+    "rows": ROWS,
+    "gluon": GLUON,
+    "gluon_rows": GLUON_ROWS,
+}
 
 
 def check(case, params, tokens=7, top_k=2, ids=None):
@@ -64,20 +110,20 @@ def check(case, params, tokens=7, top_k=2, ids=None):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_paths(path, group):
-    check(dict(group=group), PATHS[path], tokens=37)
+    check({"group": group}, PATHS[path], tokens=37)
 
 
 SCHEMES = [
-    dict(bits=4, group=64, symmetric=False),
-    dict(bits=8, group=32),
-    dict(bits=8, group=-1, symmetric=False),
-    dict(group=-1),
-    dict(dtype="float16", group=32),
-    dict(dtype="float16", group=32, symmetric=False),
-    dict(dtype="float16", group=64, bits=8),
-    dict(dtype="float16", group=64, bits=8, symmetric=False),
-    dict(bias=True),
-    dict(act_order=True, group=32),
+    {"bits": 4, "group": 64, "symmetric": False},
+    {"bits": 8, "group": 32},
+    {"bits": 8, "group": -1, "symmetric": False},
+    {"group": -1},
+    {"dtype": "float16", "group": 32},
+    {"dtype": "float16", "group": 32, "symmetric": False},
+    {"dtype": "float16", "group": 64, "bits": 8},
+    {"dtype": "float16", "group": 64, "bits": 8, "symmetric": False},
+    {"bias": True},
+    {"act_order": True, "group": 32},
 ]
 
 
@@ -104,7 +150,7 @@ ACTIVATIONS = [
 @pytest.mark.parametrize("path", ["decode", "sorted"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.key)
 def test_activations(path, activation):
-    check(dict(activation=activation), PATHS[path])
+    check({"activation": activation}, PATHS[path])
 
 
 @pytest.mark.parametrize("path", PATHS)

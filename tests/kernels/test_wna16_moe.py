@@ -22,21 +22,53 @@ from autosel.layouts.wna16_tiled import Wna16Tiled
 # gives 0.002 to 0.005. A zero point off by one gives 0.2 and more.
 TOLERANCE = 2e-2
 
-DECODE = dict(path="decode", up_r=1, up_ks=2, up_kw=64, up_sub=64, up_stages=0, down_r=1,
-              down_ks=1, down_kw=64, down_sub=64, down_stages=0, down_warps=4)  # fmt: skip
-LONG = DECODE | dict(up_stages=2, down_stages=2, up_r=2)
-SCAN = dict(path="scan", tok=4, up_bn=64, up_bk=64, up_stages=2, up_warps=4, down_bn=64,
-            down_bk=64, down_stages=2, down_warps=4,  prefetch=64, up_with="triton", down_with="triton")  # fmt: skip
-SORTED = SCAN | dict(path="sorted")
-ROWS = SCAN | dict(down_with="rows", down_rt=2)
-SORTED_ROWS = SORTED | dict(down_with="rows", down_rt=2)
-PATHS = dict(decode=DECODE, long=LONG, scan=SCAN, sorted=SORTED, rows=ROWS, srows=SORTED_ROWS)
+DECODE = {
+    "path": "decode",
+    "up_r": 1,
+    "up_ks": 2,
+    "up_kw": 64,
+    "up_sub": 64,
+    "up_stages": 0,
+    "down_r": 1,
+    "down_ks": 1,
+    "down_kw": 64,
+    "down_sub": 64,
+    "down_stages": 0,
+    "down_warps": 4,
+}
+LONG = DECODE | {"up_stages": 2, "down_stages": 2, "up_r": 2}
+SCAN = {
+    "path": "scan",
+    "tok": 4,
+    "up_bn": 64,
+    "up_bk": 64,
+    "up_stages": 2,
+    "up_warps": 4,
+    "down_bn": 64,
+    "down_bk": 64,
+    "down_stages": 2,
+    "down_warps": 4,
+    "prefetch": 64,
+    "up_with": "triton",
+    "down_with": "triton",
+}
+SORTED = SCAN | {"path": "sorted"}
+ROWS = SCAN | {"down_with": "rows", "down_rt": 2}
+SORTED_ROWS = SORTED | {"down_with": "rows", "down_rt": 2}
+PATHS = {
+    "decode": DECODE,
+    "long": LONG,
+    "scan": SCAN,
+    "sorted": SORTED,
+    "rows": ROWS,
+    "srows": SORTED_ROWS,
+}
 
 
 def run(case, params, tokens=3, top_k=2, seed=0, ids=None):
     problem = make_problem(top_k=top_k, **case)
     experts = make_experts(problem, seed)
-    layer = tiled_layer(Wna16Tiled().pack(experts), asm=False, pdl=False)
+    layer = tiled_layer(Wna16Tiled().pack(experts))
     gen = torch.Generator().manual_seed(seed + 1)
     dtype = DTYPES[problem.act_dtype]
     x = (torch.randn((tokens, problem.hidden_size), generator=gen) * 0.5).to(dtype)
@@ -55,19 +87,19 @@ def run(case, params, tokens=3, top_k=2, seed=0, ids=None):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("group", [32, 128])
 def test_every_path_matches_the_reference(path, group):
-    sizes = dict(hidden=256, inner=128) if group == 128 else {}
-    out, ref = run(dict(group=group) | sizes, PATHS[path])
+    sizes = {"hidden": 256, "inner": 128} if group == 128 else {}
+    out, ref = run({"group": group} | sizes, PATHS[path])
     assert relative_error(out, ref) < TOLERANCE
 
 
 SCHEMES = [
-    dict(bits=4, group=64, symmetric=False),
-    dict(bits=8, group=32),
-    dict(bits=8, group=-1, symmetric=False),
-    dict(group=-1),
-    dict(dtype="float16", group=32),
-    dict(bias=True),
-    dict(act_order=True, group=32),
+    {"bits": 4, "group": 64, "symmetric": False},
+    {"bits": 8, "group": 32},
+    {"bits": 8, "group": -1, "symmetric": False},
+    {"group": -1},
+    {"dtype": "float16", "group": 32},
+    {"bias": True},
+    {"act_order": True, "group": 32},
 ]
 
 
@@ -95,7 +127,7 @@ ACTIVATIONS = [
 @pytest.mark.parametrize("path", ["decode", "scan"])
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.key)
 def test_activations(path, activation):
-    out, ref = run(dict(activation=activation), PATHS[path], tokens=2)
+    out, ref = run({"activation": activation}, PATHS[path], tokens=2)
     assert relative_error(out, ref) < TOLERANCE
 
 
@@ -115,12 +147,12 @@ def test_one_hot_expert_takes_several_blocks(path):
 
 
 def test_six_choices_of_eight_lanes():
-    out, ref = run(dict(experts=8), DECODE, tokens=2, top_k=6)
+    out, ref = run({"experts": 8}, DECODE, tokens=2, top_k=6)
     assert relative_error(out, ref) < TOLERANCE
 
 
 def test_padded_sizes():
-    case = dict(inner=40, group=32)  # pads to 64
+    case = {"inner": 40, "group": 32}  # pads to 64
     out, ref = run(case, SCAN, tokens=3)
     assert relative_error(out, ref) < TOLERANCE
 
@@ -145,16 +177,14 @@ def test_planted_faults_are_seen(fault):
     outs = []
     for which in (packed, bad):
         out = torch.empty_like(x)
-        outs.append(
-            moe_forward(tiled_layer(which, asm=False, pdl=False), x, ids, weights, out, DECODE)
-        )
+        outs.append(moe_forward(tiled_layer(which), x, ids, weights, out, DECODE))
     assert not torch.equal(*outs)
 
 
 @pytest.mark.parametrize(("path", "launches"), [("decode", 2), ("scan", 3), ("sorted", 4)])
 def test_number_of_launches(path, launches):
     experts = make_experts(make_problem())
-    layer = tiled_layer(Wna16Tiled().pack(experts), asm=False, pdl=False)
+    layer = tiled_layer(Wna16Tiled().pack(experts))
     x = torch.zeros((4, 128), dtype=torch.bfloat16)
     ids = torch.zeros((4, 2), dtype=torch.int32)
     found = layer_launches(layer, x, ids, torch.zeros((4, 2)), torch.empty_like(x), PATHS[path])

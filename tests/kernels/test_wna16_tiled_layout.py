@@ -15,17 +15,17 @@ from autosel.layouts.wna16_tiled import (
 from tests.kernels.make import make_experts, make_problem
 
 CASES = [
-    dict(),
-    dict(group=32),
-    dict(group=64, symmetric=False),
-    dict(group=-1),
-    dict(bits=8, group=32),
-    dict(bits=8, group=-1, symmetric=False),
-    dict(act_order=True, group=32),
-    dict(hidden=160, inner=72, group=32, bias=True),
-    dict(hidden=96, inner=48, group=-1, symmetric=False, bits=8, bias=True),
-    dict(activation="relu2_no_mul", group=32),
-    dict(dtype="float16", group=32, symmetric=False),
+    {},
+    {"group": 32},
+    {"group": 64, "symmetric": False},
+    {"group": -1},
+    {"bits": 8, "group": 32},
+    {"bits": 8, "group": -1, "symmetric": False},
+    {"act_order": True, "group": 32},
+    {"hidden": 160, "inner": 72, "group": 32, "bias": True},
+    {"hidden": 96, "inner": 48, "group": -1, "symmetric": False, "bits": 8, "bias": True},
+    {"activation": "relu2_no_mul", "group": 32},
+    {"dtype": "float16", "group": 32, "symmetric": False},
 ]
 
 

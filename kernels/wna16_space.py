@@ -1,0 +1,298 @@
+"""Where to start and what to try: parameters of a layer call, by tokens per expert.
+
+The starting points are what won on an H200 over five models (``results/nvidia-h200``); the
+regime is a matter of slots (tokens x top_k) and of slots per expert:
+
+    few slots       decode   two launches, no grouping
+    up to 32        scan     programs find their tokens themselves
+    above           sorted   one alignment for all; Gluon GEMMs where they apply (sm_90, int4
+                             symmetric bf16 SiLU), plain Triton otherwise
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autosel.kernels.wna16_layer import TiledLayer
+
+Params = dict[str, Any]
+SHARED_MEMORY = 227 << 10  # bytes a program can have on sm_90
+
+
+def _names(prefix: str, **values: Any) -> Params:
+    return {f"{prefix}_{name}": value for name, value in values.items()}
+
+
+def _largest(k: int, *options: int) -> int:
+    """The first option that divides k."""
+    return next((o for o in options if k % o == 0), options[-1])
+
+
+# ------------------------------------------------------------------ which kernels apply
+def gluon_layer(layer: TiledLayer) -> bool:
+    """The Gluon GEMM reads int4, symmetric, bf16, without bias, and knows SiLU(gate) * up."""
+    plain = layer.activation == "silu" and layer.gated and not layer.limit
+    return (
+        layer.gluon
+        and layer.asm
+        and plain
+        and not layer.fp16
+        and layer.bits13 == layer.bits2 == 4
+        and layer.symmetric13
+        and layer.symmetric2
+        and "b13" not in layer.tensors
+    )
+
+
+def _ring_fits(k: int, group: int, bk: int, stages: int) -> bool:
+    """Whole rounds of the ring cover K, and rounds do not cut groups."""
+    span = bk * stages
+    return k % span == 0 and (span % group == 0 or group % span == 0)
+
+
+def gluon_gemm(layer: TiledLayer, up: bool) -> bool:
+    gemm = layer.gemm(up)
+    return gluon_layer(layer) and _ring_fits(gemm["K"], gemm["GROUP"], 64, 4)
+
+
+# ------------------------------------------------------------------ starting points
+def starting_params(layer: TiledLayer, tokens: int) -> Params:
+    slots = tokens * layer.top_k
+    few = slots <= 8 or (slots <= 32 and layer.intermediate <= 512)
+    if few and 2 * slots <= max(layer.experts, 4 * layer.top_k if tokens == 1 else 0):
+        return _decode(layer, slots)
+    if slots <= 32 and slots < layer.experts:
+        return {"path": "scan", "tok": 16, "prefetch": _prefetch(layer)} | _triton(layer, 16, True)
+    return _sorted(layer, slots / layer.experts)
+
+
+def _decode(layer: TiledLayer, slots: int) -> Params:
+    k, inner = layer.hidden, layer.intermediate
+    warps = 4 if k % 512 == 0 else 2
+    kw = _largest(k // warps, 256, 128, 64)
+    steps = k // (warps * kw)
+    stages = 0
+    if 2048 < k <= 4096 and k % 1024 == 0:  # fewer warps with longer streams
+        warps, kw, stages = 2, 512, 3
+    elif steps > 2 and (layer.group13 < 128 or slots > 8 or steps > 7):
+        stages = 3 if layer.group13 < 128 else 2
+    up = _names(
+        "up", r=1, ks=warps, kw=kw, sub=min(kw, 64 if layer.group13 < 128 else 128), stages=stages
+    )
+    ks2 = 4 if inner >= 4096 and inner % 2048 == 0 else 1
+    kw2 = _largest(inner // ks2, *((512, 256, 128, 64) if ks2 > 1 else (256, 128, 64)))
+    long = inner // (ks2 * kw2) > 6
+    down = _names(
+        "down",
+        r=1,
+        ks=ks2,
+        kw=kw2,
+        sub=min(kw2, 128),
+        stages=3 if long else 0,
+        warps=8 if ks2 > 1 or inner > 1024 else 4,
+    )
+    return {"path": "decode"} | up | down
+
+
+def _prefetch(layer: TiledLayer) -> int:
+    return 256 if layer.intermediate % 256 == 0 else 0
+
+
+def _triton(layer: TiledLayer, tok: int, scan: bool) -> Params:
+    """Both GEMMs in plain Triton."""
+    out: Params = {}
+    for up, pre in ((True, "up"), (False, "down")):
+        gemm = layer.gemm(up)
+        bn = 128 if gemm["NR"] % 128 == 0 and not (scan and up) else 64
+        bk = 128 if gemm["K"] % 128 == 0 and gemm["BITS"] == 4 else 64
+        out |= _names(pre, bn=bn, bk=bk, stages=4 if tok <= 32 else 3, warps=4, regs=0)
+        out[f"{pre}_with"] = "triton"
+    if layer.intermediate <= 256 and layer.intermediate in (64, 128, 256) and tok <= 64:
+        out |= _rows(layer)
+    return out
+
+
+def _rows(layer: TiledLayer) -> Params:
+    rt = _largest(layer.hidden // 64, 28, 16, 8, 4, 2, 1)
+    return {"down_with": "rows", "down_rt": rt} | _names(
+        "down", bn=64, bk=64, stages=4, warps=4, regs=0
+    )
+
+
+def _sorted(layer: TiledLayer, mean: float) -> Params:
+    """mean: slots per expert."""
+    gluon = gluon_layer(layer) and (gluon_gemm(layer, True) or gluon_gemm(layer, False))
+    if not gluon:
+        tok = 16 if mean <= 8 else 32 if mean <= 24 else 64
+        return {"path": "sorted", "tok": tok, "prefetch": _prefetch(layer)} | _triton(
+            layer, tok, False
+        )
+    tok, classes = _classes(mean, layer.experts)
+    base: Params = {
+        "path": "sorted",
+        "tok": tok,
+        "classes": classes,
+        "near": 4,
+        "prefetch": _prefetch(layer),
+    }
+    base |= _triton(layer, tok, False)
+    for up, pre in ((True, "up"), (False, "down")):
+        if not gluon_gemm(layer, up):
+            continue
+        k, group = layer.gemm(up)["K"], layer.gemm(up)["GROUP"]
+        base[f"{pre}_with"] = "gluon"
+        if tok <= 32:  # narrow blocks stream weights: small programs, long steps
+            tall = mean > 3 and up
+            bk = 128 if _ring_fits(k, group, 128, 4) else 64
+            base |= _names(
+                pre,
+                bn=128 if tall else 64,
+                bk=bk,
+                stages=4,
+                warps=4,
+                regs=0 if tall else 168,
+                late=1,
+            )
+        else:
+            late = 1 if group < 128 or (up and mean <= 70) else 0
+            base |= _names(pre, bn=128, bk=64, stages=4, warps=8, regs=128, late=late)
+    if base["down_with"] == "gluon":
+        base["down_rt"] = 1
+        if layer.intermediate == 256:
+            if 16 < mean <= 40:
+                base |= _rows(layer)
+            else:
+                rt = 7 if mean > 3 and layer.hidden % (64 * 7) == 0 else 4
+                base |= _names("down", bk=64, rt=rt)
+    return base
+
+
+def _classes(mean: float, experts: int) -> tuple[int, str]:
+    """Longest block, and the widths a block may take."""
+    if mean <= 40:
+        if mean <= 3:
+            return 8, "8"
+        if mean <= 10 and experts > 16:
+            return 16, "8,16"
+        return 32, "16,32"
+    if mean <= 70:
+        return 128, "64,64+16,64+32,128"
+    if mean <= 110:
+        return 128, "64+16,64+32,128"
+    return 128, "32,64,64+32,128"
+
+
+# ------------------------------------------------------------------ choices and constraints
+def choices(layer: TiledLayer, start: Params) -> dict[str, tuple[Any, ...]]:
+    """What to vary around a starting point; :func:`problem_with` says which points are legal."""
+    if start["path"] == "decode":
+        return {
+            "up_r": (1, 2),
+            "up_ks": (2, 4, 8),
+            "up_kw": (64, 128, 256, 512),
+            "up_sub": (64, 128, 256),
+            "up_stages": (0, 2, 3, 4),
+            "down_kw": (64, 128, 256, 512),
+            "down_sub": (64, 128, 256),
+            "down_stages": (0, 2, 3),
+            "down_warps": (4, 8),
+        }
+    out: dict[str, tuple[Any, ...]] = {"prefetch": (0, 256, 512)}
+    if "classes" in start:
+        out["near"] = (1, 2, 4, 8)
+    else:
+        out["tok"] = (16, 32, 64)
+    for pre in ("up", "down"):
+        kind = start[f"{pre}_with"]
+        if kind == "gluon":
+            out |= _names(
+                pre,
+                bn=(64, 128, 256),
+                bk=(64, 128),
+                stages=(4, 6, 8),
+                warps=(4, 8, 16),
+                regs=(0, 128, 168),
+                late=(0, 1),
+            )
+        elif kind == "rows":
+            out |= _names(pre, bn=(64, 128), rt=(4, 7, 8, 14, 16, 28, 56), stages=(2, 3, 4))
+        else:
+            out |= _names(
+                pre,
+                bn=(64, 128),
+                bk=(64, 128, 256),
+                stages=(3, 4, 5, 6),
+                warps=(4, 8),
+                regs=(0, 128),
+            )
+    if start.get("down_with") == "gluon" and start["down_rt"] > 1:
+        out["down_rt"] = (2, 4, 7, 8, 14)
+    return out
+
+
+def problem_with(layer: TiledLayer, p: Params) -> tuple[str, str, str] | None:
+    """Why a point is illegal, as (what, found, required); known before anything is compiled."""
+    for up, pre in ((True, "up"), (False, "down")):
+        gemm = layer.gemm(up)
+        found = (
+            _decode_problem(layer, gemm, pre, p)
+            if p["path"] == "decode"
+            else _gemm_problem(gemm, pre, p)
+        )
+        if found:
+            return found
+    return None
+
+
+def _decode_problem(
+    layer: TiledLayer, gemm: Params, pre: str, p: Params
+) -> tuple[str, str, str] | None:
+    k, group = gemm["K"], gemm["GROUP"]
+    ks, kw, sub, stages = (p[f"{pre}_{n}"] for n in ("ks", "kw", "sub", "stages"))
+    if k % (ks * kw):
+        return f"{pre}_ks x {pre}_kw", str(ks * kw), f"a divisor of {k}"
+    if kw % sub or (kw % group and group % kw):
+        return f"{pre}_kw", str(kw), f"a multiple of {pre}_sub, and of the group or inside it"
+    if gemm["NR"] % (16 * p[f"{pre}_r"]):
+        return f"{pre}_r", str(p[f"{pre}_r"]), f"16 x {pre}_r divides {gemm['NR']}"
+    # Without a pipeline every word of a warp waits in registers, 255 of which exist.
+    batches = 1 if pre == "up" else -(-layer.top_k // max(1, p["down_warps"] // ks))
+    words = k // ks * p[f"{pre}_r"] * gemm["BITS"] // 64 * batches
+    if stages == 0 and words > 160:
+        return f"{pre}_stages", "0", f"a pipeline: {words} registers of weights a thread"
+    return None
+
+
+def _gemm_problem(gemm: Params, pre: str, p: Params) -> tuple[str, str, str] | None:
+    k, rows, group, bits = gemm["K"], gemm["NR"], gemm["GROUP"], gemm["BITS"]
+    kind = p[f"{pre}_with"]
+    bn, rt = p[f"{pre}_bn"], p.get(f"{pre}_rt", 1) if pre == "down" else 1
+    bk = k if kind == "rows" else p[f"{pre}_bk"]
+    stages, tok = p[f"{pre}_stages"], p["tok"]
+    if rows % (bn * rt):
+        return f"{pre}_bn x rows", str(bn * rt), f"a divisor of {rows}"
+    if k % bk or (bk % group and group % bk):
+        return f"{pre}_bk", str(bk), f"a divisor of {k}, and of the group or its multiple"
+    warps = p[f"{pre}_warps"]
+    held = tok if kind == "rows" else tok * stages
+    nbytes = held * bk * 2 + stages * (bn * bk * bits // 8 + bn * max(1, bk // group) * 2)
+    if kind == "gluon":
+        if rt > 1 and stages * bk != k:
+            return f"{pre}_stages x {pre}_bk", str(stages * bk), f"{k}, to keep the tokens"
+        if rt == 1 and not _ring_fits(k, group, bk, stages):
+            return f"{pre}_stages x {pre}_bk", str(stages * bk), f"a divisor of {k}, whole groups"
+        if bn // 16 < warps or warps * 64 > max(bn * 8, 256):
+            return f"{pre}_warps", str(warps), f"at most one a 16-row tile of {bn}"
+        accumulators = bn * max(map(int, _widths(p["classes"]))) // (warps * 32)
+        if accumulators > 160:
+            return f"{pre}_warps", str(warps), f"{accumulators} accumulators a thread at most 160"
+        cap = p[f"{pre}_regs"]
+        if cap and accumulators + 48 > cap:
+            return f"{pre}_regs", str(cap), f"room for {accumulators} accumulators and 48 more"
+    if nbytes > SHARED_MEMORY:
+        return f"{pre} shared memory", f"{nbytes} bytes", f"at most {SHARED_MEMORY} bytes"
+    return None
+
+
+def _widths(classes: str) -> list[str]:
+    return [str(sum(map(int, c.split("+")))) for c in classes.split(",")]
