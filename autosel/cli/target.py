@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -91,10 +92,20 @@ def _checkpoint(text: str, options: LayerOptions) -> Target:
         for problem, alike in groups.items()
     )
     skipped = tuple(layer for layer in checkpoint.layers if layer.status != "quantized")
-    for layer in skipped:
-        if options.layer is None:
-            warn(f"layer {layer.index} is left out: {layer.status}: {layer.reason}")
+    if options.layer is None:
+        _warn_of(skipped)
     return Target(text, "checkpoint", layers, skipped)
+
+
+def _warn_of(skipped: tuple[MoELayer, ...]) -> None:
+    """Say which layers are left out, once for all whose reasons differ only in numbers."""
+    groups: dict[tuple[str, str], list[MoELayer]] = {}
+    for layer in skipped:
+        groups.setdefault((layer.status, re.sub(r"\d+", "#", layer.reason)), []).append(layer)
+    for alike in groups.values():
+        first = alike[0]
+        verb = "is" if len(alike) == 1 else "are"
+        warn(f"{_label(alike)} {verb} left out: {first.status}: {first.reason}")
 
 
 def _chosen(text: str, layers: tuple[MoELayer, ...], number: int | None) -> list[MoELayer]:

@@ -312,3 +312,49 @@ def test_sixty_sharded_layers_are_listed_without_reading_weights(autosel, tmp_pa
     assert "0-59" in ran.out
     assert str(layers * experts * 6) in ran.out
     assert seconds < 5, seconds
+
+
+def test_a_damaged_layer_is_refused_by_name_and_the_others_go_on(autosel, copy):
+    folder = copy("ct-w4-g32-sym-actgroup-qwen3moe")
+    (name,) = folder.glob("*.safetensors")
+    tensors = load_file(name)
+    stem = "model.layers.1.mlp.experts.2.down_proj"
+    for tensor in [n for n in tensors if n.startswith(f"{stem}.")]:
+        del tensors[tensor]
+    tensors[f"{stem}.weight"] = torch.zeros(64, 96, dtype=torch.bfloat16)
+    save_file(tensors, name)
+    ran = autosel("inspect", folder)
+    assert ran.status == 0
+    (row,) = [line for line in ran.out.splitlines() if line.startswith("1 ")]
+    assert "refused" in row
+    assert f"{stem}.weight" in row
+    assert "\n0 " in ran.out
+    ran = autosel("explain", folder, "--tokens", 3)
+    assert ran.status == 0
+    assert "layer 0:" in ran.out
+    assert "warning: layer 1 is left out: refused" in ran.err
+    for args in (["explain", folder, "--tokens", 3, "--layer", 1], ["sweep", folder, "--layer", 1]):
+        ran = autosel(*args)
+        assert ran.status == 1
+        assert f"{stem}.weight" in ran.error
+
+
+def test_layers_left_out_for_one_reason_are_one_warning(autosel, copy):
+    folder = copy("ct-w4-g32-sym-actgroup-qwen3moe")
+    edit_config(
+        folder,
+        lambda c: c["quantization_config"]["ignore"].append("re:.*layers[.]1[.]mlp.*"),
+    )
+    (name,) = folder.glob("*.safetensors")
+    tensors = load_file(name)
+    for tensor in [n for n in tensors if ".layers.1.mlp.experts" in n]:
+        packed = tensors.pop(tensor)
+        if tensor.endswith("weight_packed"):
+            out, words = packed.shape
+            plain = torch.zeros(out, words * 8, dtype=torch.bfloat16)
+            tensors[tensor.replace("weight_packed", "weight")] = plain
+    save_file(tensors, name)
+    ran = autosel("backends", folder)
+    assert ran.status == 0, ran.err
+    assert ran.err.count("warning: ") == 1
+    assert "layer 1 is left out: unquantized" in ran.err

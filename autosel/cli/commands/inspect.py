@@ -72,7 +72,14 @@ def _layers(layers: Iterable[MoELayer]) -> Table:
                 scheme,
             )
         )
-    columns = ("layers", "status", "format", "experts", "top-k, hidden, intermediate", "scheme")
+    columns = (
+        "layers",
+        "status",
+        "format",
+        "experts",
+        "top-k, hidden, intermediate",
+        "scheme, or why not",
+    )
     return Table(columns, rows)
 
 
