@@ -163,6 +163,17 @@ def test_what_was_tuned_elsewhere_is_named_field_by_field_and_never_used(
         assert differences[name]["wanted"] != differences[name]["stored"]
 
 
+def test_a_device_without_a_name_matches_nothing(autosel, db):
+    """Unknown is not equal, not even to another unknown one."""
+    nameless = replace(CPU, name="")
+    fill(db, device=nameless)
+    with pretend(nameless):
+        ran = autosel("explain", PRESET, "--tokens", 5, "--db", db, "--json")
+    (answer,) = ran.json["answers"]
+    assert answer["status"] == "not tuned"
+    assert "device.name" in {item["field"] for item in answer["nearest"]["differences"]}
+
+
 def test_measured_with_nothing_usable(autosel, db):
     with Store.open(db) as store:
         store.add_measurement(measured(BROKEN, 4, 0, status="wrong", reason="off by 7 limits"))
