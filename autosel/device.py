@@ -32,8 +32,9 @@ def detect(kind: str | None = None, index: int = 0) -> Device:
     """Describe device ``index`` of ``kind``; the best accelerator, else the CPU, when not named.
 
     ``kind`` is ``cpu``, ``cuda``, ``rocm`` or ``xpu``. A Device is a description: what runs, runs
-    on torch's current device, so select another one with ``torch.cuda.set_device`` first. Raises AutoselError, in one line, when that
-    kind or index is not on this machine (no driver, hidden devices, a torch without it).
+    on torch's current device, so select another one with ``torch.cuda.set_device`` first. Raises
+    AutoselError, in one line, when that kind or index is not on this machine (no driver, hidden
+    devices, a torch without it).
     """
     if kind is not None and kind not in _DETECTORS:
         expected = "one of " + ", ".join(_DETECTORS)
