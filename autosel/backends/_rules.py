@@ -40,17 +40,6 @@ def activation(needs: Requirements, problem: Problem) -> None:
         needs.one_of("activation swiglustep, limit", values["limit"], (7.0,))
 
 
-def no_w13_act_order(needs: Requirements, problem: Problem) -> bool:
-    """Sorting w13's inputs would need a gather of x per expert; w2's folds into w13's rows."""
-    harmless = single_group(problem.w13, problem.hidden_size)
-    return needs.need(
-        not problem.w13.has_g_idx or harmless,
-        "w13 act-order",
-        "g_idx with several groups",
-        "contiguous groups (w2 may have act-order)",
-    )
-
-
 def no_act_order(needs: Requirements, problem: Problem) -> None:
     for name, scheme, _, inputs in gemms(problem):
         needs.need(

@@ -80,6 +80,41 @@ def activation_constants(activation: Activation) -> dict[str, Any]:
     }
 
 
+def slot_rows(x: torch.Tensor, topk_ids: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
+    """One row of inputs for each slot, ``[M * top_k, H]``, in the order of the slot's expert.
+
+    order  int32 ``[E, H]``: input that stands at each place, or None for the natural order.
+    Rows of slots that no expert here serves hold anything.
+    """
+    num_tokens, top_k = topk_ids.shape
+    tokens = torch.arange(num_tokens, device=x.device).repeat_interleave(top_k)
+    if order is None:
+        return x[tokens]
+    if x.device.type == "cpu":
+        places = order[topk_ids.flatten().clamp(min=0).long()].long()  # [M * top_k, H]
+        return x[tokens].gather(1, places)
+    from autosel.kernels.moe_gather import gather_inputs
+
+    slots, width = topk_ids.numel(), x.shape[1]
+    out = torch.empty((slots, width), dtype=x.dtype, device=x.device)
+    block = min(1024, 1 << (width - 1).bit_length())
+    for start in range(0, num_tokens, _MAX_GRID_Y // top_k):
+        end = min(start + _MAX_GRID_Y // top_k, num_tokens)
+        gather_inputs[(-(-width // block), (end - start) * top_k)](
+            x[start:end],
+            topk_ids[start:end],
+            order,
+            out[start * top_k :],
+            K=width,
+            COLUMNS=width,
+            E=order.shape[0],
+            TOPK=top_k,
+            BLOCK=block,
+            PDL=False,
+        )
+    return out
+
+
 def activate_into(out: torch.Tensor, h: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``out[R, I] = act(h[R, s * I])``; halves form, contiguous, same dtype."""
     if h.device.type == "cpu":

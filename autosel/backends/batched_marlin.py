@@ -14,7 +14,7 @@ import torch
 
 from autosel.align import align_batched, expert_ranks
 from autosel.backends import _vllm_ops, marlin
-from autosel.backends._steps import reduce_into
+from autosel.backends._steps import reduce_into, slot_rows
 from autosel.core import Device, Params, Problem, Routing, Support
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
 from autosel.layouts.marlin import Marlin as MarlinLayout
@@ -57,15 +57,14 @@ class BatchedMarlin(Backend):
         out: torch.Tensor,
     ) -> torch.Tensor:
         problem, ids = packed.problem, routing.topk_ids
-        experts, (num_tokens, top_k) = problem.num_local_experts, ids.shape
+        experts, num_tokens = problem.num_local_experts, x.shape[0]
         ranks, counts = expert_ranks(ids, experts)  # [M, top_k], [E]
         length = _buffer_length(counts, ids.numel())
         rows = torch.where(ranks >= 0, ids * length + ranks, -1)  # [M, top_k]
         # One place past the end takes the slots that no expert here serves.
         places = torch.where(rows >= 0, rows, experts * length).flatten()
-        tokens = torch.arange(num_tokens, device=x.device).repeat_interleave(top_k)
         batched = torch.empty((experts * length + 1, x.shape[1]), dtype=x.dtype, device=x.device)
-        batched[places] = x[tokens]
+        batched[places] = slot_rows(x, ids, packed.tensors.get("w13_order"))
         block = int(str(params.get("moe_block_size") or default_block_size(problem, num_tokens)))
         blocks = align_batched(counts, length, block)
         ones = torch.ones((experts * length, 1), dtype=torch.float32, device=x.device)

@@ -20,7 +20,7 @@ import torch
 
 from autosel.align import expert_ranks
 from autosel.backends import _rules
-from autosel.backends._steps import activate_into, align, reduce_into
+from autosel.backends._steps import activate_into, align, reduce_into, slot_rows
 from autosel.backends.marlin import Workspaces
 from autosel.core import Device, Params, Problem, QuantScheme, Routing, Support
 from autosel.dtypes import torch_dtype
@@ -98,7 +98,6 @@ class Humming(Backend):
         needs.multiple("hidden_size", problem.hidden_size, 8)
         needs.multiple("intermediate_size", problem.intermediate_size, 8)
         needs.need(not problem.router_weight_on_input, "router weight", "on input", "on output")
-        _rules.no_w13_act_order(needs, problem)
         _rules.activation(needs, problem)
         return Support(self.available(device).reasons + needs.support.reasons)
 
@@ -242,7 +241,10 @@ def _indexed(
     h, a, y = _buffers(packed, x, problem.top_k)
     first, second = plans
     blocks = align(ids, problem.num_local_experts, first.block)
-    for plan, rows, result, top_k in ((first, x, h, problem.top_k), (second, a, y, 1)):
+    inputs, per_row, order = x, problem.top_k, packed.tensors.get("w13_order")
+    if order is not None:  # every slot wants the inputs in its own expert's order
+        inputs, per_row = slot_rows(x, ids, order), 1
+    for plan, rows, result, top_k in ((first, inputs, h, per_row), (second, a, y, 1)):
         if plan.block != blocks.block:
             blocks = align(ids, problem.num_local_experts, plan.block)
         _forward(
@@ -278,9 +280,8 @@ def _grouped(
     # Slots served elsewhere get the rows behind the last expert, which no kernel reads.
     slots = num_tokens * top_k
     target = torch.where(place >= 0, place, slots).flatten()
-    tokens = torch.arange(num_tokens, device=x.device).repeat_interleave(top_k)
     permuted = torch.empty((slots + 1, x.shape[1]), dtype=x.dtype, device=x.device)
-    permuted[target] = x[tokens]
+    permuted[target] = slot_rows(x, ids, packed.tensors.get("w13_order"))
     h, a, y = _buffers(packed, x, top_k)
     first, second = plans
     _forward(packed, first, permuted[:-1], h, expert_layout=offsets, valid_shape_m=share)

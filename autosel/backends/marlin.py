@@ -13,7 +13,7 @@ import torch
 
 from autosel.align import Aligned
 from autosel.backends import _rules, _vllm_ops
-from autosel.backends._steps import activate_into, align, reduce_into
+from autosel.backends._steps import activate_into, align, reduce_into, slot_rows
 from autosel.core import Device, Params, Problem, QuantScheme, Reason, Routing, Support
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
 from autosel.layouts.marlin import GROUP_SIZES, padded_intermediate
@@ -146,7 +146,6 @@ def shape_rules(needs: Requirements, problem: Problem, device: Device) -> None:
         if scheme.num_groups(inputs) > 1:
             needs.one_of(f"{name} group_size", scheme.group_size, GROUP_SIZES)
     needs.multiple("hidden_size", problem.hidden_size, 128)
-    _rules.no_w13_act_order(needs, problem)
 
 
 def require_operator(needs: Requirements, device: Device) -> None:
@@ -207,7 +206,11 @@ class Marlin(Backend):
         block = int(str(params.get("moe_block_size") or default_block_size(problem, x.shape[0])))
         blocks = align(routing.topk_ids, problem.num_local_experts, block)
         top_k, on_input = problem.top_k, problem.router_weight_on_input
-        y = gemms(packed, x, blocks, routing.topk_weights, params, top_k, on_input, not on_input)
+        rows, order = x, packed.tensors.get("w13_order")
+        if order is not None:  # every slot wants the inputs in its own expert's order
+            rows, top_k = slot_rows(x, routing.topk_ids, order), 1
+        weights = routing.topk_weights.view(-1, top_k)
+        y = gemms(packed, rows, blocks, weights, params, top_k, on_input, not on_input)
         return reduce_into(out, y, routing.topk_ids, problem.num_local_experts)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
+from autosel.core import CanonicalExperts, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
 from autosel.errors import UnsupportedError, field_error
 
@@ -113,6 +113,17 @@ def sorted_inputs(weight: QuantWeight, expert: int, where: str) -> torch.Tensor 
     return order
 
 
+def keeps_order(scheme: QuantScheme, num_inputs: int) -> bool:
+    """Whether sorting changes anything: with one group there is nothing to sort."""
+    return scheme.has_g_idx and not single_group(scheme, num_inputs)
+
+
+def kept_order(weight: QuantWeight, expert: int, where: str) -> torch.Tensor | None:
+    """As :func:`sorted_inputs`, and None where there is one group."""
+    order = sorted_inputs(weight, expert, where)
+    return order if keeps_order(weight.scheme, weight.num_inputs) else None
+
+
 def group_index_of(order: torch.Tensor, scheme: QuantScheme, num_inputs: int) -> torch.Tensor:
     """The g_idx int32 ``[K]`` whose stable sort gave ``order``."""
     if single_group(scheme, num_inputs):
@@ -129,14 +140,6 @@ def fold_w2_order(values: torch.Tensor, order: torch.Tensor | None, shards: int)
     if order is None:
         return values
     return torch.cat([part[order] for part in values.chunk(shards, 0)])
-
-
-def refuse_w13_act_order(problem: Problem, layout: str) -> None:
-    """Sorting w13's inputs needs a gather of x for every expert, which these kernels lack."""
-    if problem.w13.has_g_idx and not single_group(problem.w13, problem.hidden_size):
-        raise UnsupportedError(
-            field_error(f"layout {layout}", "act-order on w13", "g_idx", "contiguous groups")
-        )
 
 
 def require_little_endian(layout: str) -> None:

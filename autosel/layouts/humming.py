@@ -4,7 +4,7 @@
     w*_scales   act dtype [E, G', N']                 Marlin's scale permutations
     w*_zeros    int32 [E, G', N' * num_bits / 32]     grouped permutation, packed plainly along N
     w*_bias     act dtype [E, N']                     Marlin's single permutation
-    w2_order    int32 [E, I]                          act-order of w2, see :mod:`..marlin`
+    w*_order    int32 [E, K]                          act-order, as in :mod:`..marlin`
 
 N' is N rounded up to 256 at the end of the whole stack (not shard by shard, unlike Marlin) and K'
 is K rounded up to 128, with zero codes, scales, zero points and bias. The kernels predicate their
@@ -109,15 +109,15 @@ class Humming(Layout):
                 total += outputs * gemm.stored_groups * bits // 8
             if problem.has_bias:
                 total += outputs * 2
-        if problem.w2.has_g_idx:
-            total += problem.intermediate_size * 4
+        for gemm in gemms(problem):
+            if common.keeps_order(gemm.scheme, gemm.inputs):
+                total += gemm.inputs * 4
         return total * problem.num_local_experts
 
     def pack(self, experts: CanonicalExperts) -> PackedExperts:
-        """Raises UnsupportedError for groups that don't tile K', act-order on w13, lost scales."""
+        """Raises UnsupportedError for groups that don't tile K', uneven act-order, lost scales."""
         check_experts(experts)
         problem = experts.problem
-        common.refuse_w13_act_order(problem, self.name)
         first, second = gemms(problem)
         for gemm in (first, second):
             group = gemm.scheme.group_size
@@ -132,11 +132,13 @@ class Humming(Layout):
                 )
         stacks: common.Parts = {}
         for e in range(problem.num_local_experts):
-            order = common.sorted_inputs(experts.w2, e, "w2")
-            parts = self._pack_gemm(experts.w13, e, first, rows=order)
-            parts |= self._pack_gemm(experts.w2, e, second, cols=order)
-            if order is not None:
-                parts["w2_order"] = order.to(torch.int32)
+            order13 = common.kept_order(experts.w13, e, "w13")
+            order2 = common.kept_order(experts.w2, e, "w2")
+            parts = self._pack_gemm(experts.w13, e, first, rows=order2, cols=order13)
+            parts |= self._pack_gemm(experts.w2, e, second, cols=order2)
+            for gemm, order in ((first, order13), (second, order2)):
+                if order is not None:
+                    parts[f"{gemm.name}_order"] = order.to(torch.int32)
             common.fill(stacks, e, problem.num_local_experts, parts)
         meta: dict[str, Any] = {"rounded": common.rounded(experts, torch_dtype(self.act_dtype))}
         meta["bias_dtypes"] = common.bias_dtypes(experts)
@@ -182,14 +184,19 @@ class Humming(Layout):
         fields: dict[str, common.Parts] = {"w13": {}, "w2": {}}
         for e in range(count):
             tensors = {name: stack[e] for name, stack in packed.tensors.items()}
-            order = tensors.get("w2_order")
+            order13, order2 = tensors.get("w13_order"), tensors.get("w2_order")
             first, second = gemms(problem)
-            common.fill(fields["w13"], e, count, self._unpack_gemm(tensors, first, rows=order))
-            common.fill(fields["w2"], e, count, self._unpack_gemm(tensors, second, cols=order))
+            common.fill(
+                fields["w13"],
+                e,
+                count,
+                self._unpack_gemm(tensors, first, rows=order2, cols=order13),
+            )
+            common.fill(fields["w2"], e, count, self._unpack_gemm(tensors, second, cols=order2))
         dtypes = packed.meta["bias_dtypes"]
         w13 = QuantWeight(problem.w13, problem.hidden_size, **fields["w13"])
         w2 = QuantWeight(problem.w2, problem.intermediate_size, **fields["w2"])
-        w13 = common.with_single_group_index(w13)
+        w13, w2 = common.with_single_group_index(w13), common.with_single_group_index(w2)
         return CanonicalExperts(
             problem,
             common.with_bias_dtype(w13, dtypes.get("w13")),

@@ -5,6 +5,7 @@
     w*_scales   act dtype [E, G, N]            permuted, see :mod:`autosel.layouts._marlin_tiles`
     w*_zeros    int32 [E, G, N * num_bits / 32]    true zero points (asymmetric only)
     w*_bias     act dtype [E, N]
+    w13_order   int32 [E, H]   act-order of w13's inputs: the kernel must be given x in this order
     w2_order    int32 [E, I]   act-order of w2's inputs, folded into the rows of w13; only
                                :meth:`Marlin.unpack` reads it
 
@@ -113,12 +114,13 @@ class Marlin(Layout):
                 total += outputs * gemm.stored_groups * bits // 8
             if problem.has_bias:
                 total += outputs * 2
-        if problem.w2.has_g_idx:
-            total += problem.intermediate_size * 4
+        for gemm in gemms(problem):
+            if common.keeps_order(gemm.scheme, gemm.inputs):
+                total += gemm.inputs * 4
         return total * problem.num_local_experts
 
     def pack(self, experts: CanonicalExperts) -> PackedExperts:
-        """Raises UnsupportedError for sizes that are no tile, act-order on w13, or lost scales."""
+        """Raises UnsupportedError for sizes that are no tile, uneven act-order, lost scales."""
         check_experts(experts)
         problem = experts.problem
         self._check(problem)
@@ -126,11 +128,13 @@ class Marlin(Layout):
         first, second = gemms(problem)
         stacks: common.Parts = {}
         for e in range(problem.num_local_experts):
-            order = common.sorted_inputs(experts.w2, e, "w2")
-            parts = _pack_gemm(experts.w13, e, first, dtype, rows=order)
-            parts |= _pack_gemm(experts.w2, e, second, dtype, cols=order)
-            if order is not None:
-                parts["w2_order"] = order.to(torch.int32)
+            order13 = common.kept_order(experts.w13, e, "w13")
+            order2 = common.kept_order(experts.w2, e, "w2")
+            parts = _pack_gemm(experts.w13, e, first, dtype, rows=order2, cols=order13)
+            parts |= _pack_gemm(experts.w2, e, second, dtype, cols=order2)
+            for gemm, order in ((first, order13), (second, order2)):
+                if order is not None:
+                    parts[f"{gemm.name}_order"] = order.to(torch.int32)
             common.fill(stacks, e, problem.num_local_experts, parts)
         meta: dict[str, Any] = {"rounded": common.rounded(experts, dtype)}
         meta["bias_dtypes"] = common.bias_dtypes(experts)
@@ -142,14 +146,16 @@ class Marlin(Layout):
         fields: dict[str, common.Parts] = {"w13": {}, "w2": {}}
         for e in range(problem.num_local_experts):
             tensors = {name: stack[e] for name, stack in packed.tensors.items()}
-            order = tensors.get("w2_order")
+            order13, order2 = tensors.get("w13_order"), tensors.get("w2_order")
             count = problem.num_local_experts
-            common.fill(fields["w13"], e, count, _unpack_gemm(tensors, first, rows=order))
-            common.fill(fields["w2"], e, count, _unpack_gemm(tensors, second, cols=order))
+            common.fill(
+                fields["w13"], e, count, _unpack_gemm(tensors, first, rows=order2, cols=order13)
+            )
+            common.fill(fields["w2"], e, count, _unpack_gemm(tensors, second, cols=order2))
         dtypes = packed.meta["bias_dtypes"]
         w13 = QuantWeight(problem.w13, problem.hidden_size, **fields["w13"])
         w2 = QuantWeight(problem.w2, problem.intermediate_size, **fields["w2"])
-        w13 = common.with_single_group_index(w13)
+        w13, w2 = common.with_single_group_index(w13), common.with_single_group_index(w2)
         return CanonicalExperts(
             problem,
             common.with_bias_dtype(w13, dtypes.get("w13")),
@@ -157,7 +163,6 @@ class Marlin(Layout):
         )
 
     def _check(self, problem: Problem) -> None:
-        common.refuse_w13_act_order(problem, self.name)
         if problem.hidden_size % 128:
             raise UnsupportedError(
                 field_error(

@@ -252,7 +252,6 @@ def test_a_failure_renews_the_locks(monkeypatch: pytest.MonkeyPatch) -> None:
         *((problem, "supported") for problem in CASES.values()),
         (make.problem(192, 96, group=48), "w13 group_size: found 48"),
         (make.problem(128, 100), "intermediate_size: found 100, required a multiple of 8"),
-        (make.problem(act_order="w13"), "w13 act-order: found g_idx with several groups"),
         (make.problem(top_k=1, on_input=True), "router weight: found on input"),
         (make.problem(act_dtype="float32"), "activations' dtype: found float32"),
     ],

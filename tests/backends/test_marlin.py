@@ -111,6 +111,11 @@ def test_router_weight_on_input_is_applied_once() -> None:
     assert [c["mul_topk_weights"] for c in calls if "a" in c] == [True, False]
 
 
+def test_act_order_with_the_router_weight_on_input() -> None:
+    with stub_ops.marlin():
+        check(BACKENDS["marlin"], make.problem(top_k=1, on_input=True, act_order="w13+w2"))
+
+
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("experts", [1, 60, 160])
 def test_expert_counts(name: str, experts: int) -> None:
@@ -306,7 +311,6 @@ def test_supported_layers(name: str) -> None:
         (make.problem(bits=8, symmetric=False), "w13 zero points: found asymmetric 8 bit"),
         (make.problem(group=16), "w13 group_size: found 16, required one of 32, 64, 128"),
         (make.problem(160, 96), "hidden_size: found 160, required a multiple of 128"),
-        (make.problem(act_order="w13"), "w13 act-order: found g_idx with several groups"),
         (make.problem(act_dtype="float32"), "activations' dtype: found float32"),
         (
             make.problem(top_k=1, on_input=True, bias=True),

@@ -112,17 +112,12 @@ def test_every_parameter(name: str, index: int) -> None:
     verify(available(name), *judged(FORMATS[index], 4, 128, "bfloat16", "plain"), axes=True)
 
 
-@pytest.mark.parametrize("name", ["marlin", "humming", "triton"])
-def test_act_order_of_w2(name: str) -> None:
-    problem = make.problem(512, 256, group=128, act_order="w2", experts=8)
+@pytest.mark.parametrize("name", ["marlin", "batched_marlin", "humming", "triton"])
+@pytest.mark.parametrize("which", ["w2", "w13+w2"])
+def test_act_order(name: str, which: str) -> None:
+    problem = make.problem(512, 256, group=128, act_order=which, experts=8, symmetric=False)
     experts = RandomSource(problem).load("cuda")
-    verify(available(name), experts, make_cases(experts, token_counts=(1, 17)), axes=False)
-
-
-def test_act_order_of_both_in_triton() -> None:
-    problem = make.problem(512, 256, group=128, act_order="w13+w2", experts=8, symmetric=False)
-    experts = RandomSource(problem).load("cuda")
-    verify(available("triton"), experts, make_cases(experts, token_counts=(1, 17)), axes=False)
+    verify(available(name), experts, make_cases(experts, token_counts=(1, 17)), axes=True)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

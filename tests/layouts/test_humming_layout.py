@@ -28,6 +28,7 @@ CASES = {
     "odd sizes, 8 bit": make.problem(160, 96, bits=8, symmetric=False, bias=True),
     "non-gated": make.problem(160, 72, activation="relu2_no_mul"),
     "act-order w2": make.problem(256, 96, act_order="w2", symmetric=False, bits=8),
+    "act-order both": make.problem(256, 96, act_order="w13+w2", symmetric=False, bits=8),
     "act-order, one group": make.problem(group=-1, act_order="w13+w2"),
 }
 
@@ -70,7 +71,8 @@ def test_what_the_kernel_computes(case: str) -> None:
     assert not w13[:, hidden:].any()
     order = tensors["w2_order"].long() if "w2_order" in tensors else torch.arange(inner)
     rows = torch.cat([order + shard * inner for shard in range(shards)])
-    expected13 = dequantize_expert(experts.w13, e, torch.float64)[rows]
+    inputs = tensors["w13_order"].long() if "w13_order" in tensors else torch.arange(hidden)
+    expected13 = dequantize_expert(experts.w13, e, torch.float64)[rows][:, inputs]
     expected2 = dequantize_expert(experts.w2, e, torch.float64)[:, order]
     assert torch.equal(w13[: shards * inner, :hidden], expected13)
     assert torch.equal(w2[:hidden, :inner], expected2)
@@ -88,7 +90,7 @@ def test_weight_words_equal_marlins_where_nothing_is_padded() -> None:
 
 
 def test_golden_zero_points_are_not_interleaved() -> None:
-    """The zero points of appendix A, in the order that Humming and 8-bit-activation Marlin use."""
+    """The order that Humming shares with Marlin's layout for 8-bit activations."""
     problem = make.problem(128, 128, group=128, symmetric=False, experts=1, top_k=1)
     experts = make.experts(problem)
     experts.w2.zero_points[0, :64, 0] = ((5 * torch.arange(64) + 1) % 16).to(torch.uint8)
@@ -123,7 +125,5 @@ def test_planted_faults_are_seen(tensor: str) -> None:
 
 
 def test_refuses_what_the_kernel_lacks() -> None:
-    with pytest.raises(UnsupportedError, match="act-order on w13"):
-        Humming().pack(make.experts(make.problem(act_order="w13")))
     with pytest.raises(UnsupportedError, match="group_size: found 48"):
         Humming().pack(make.experts(make.problem(192, 96, group=48)))

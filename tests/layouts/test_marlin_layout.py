@@ -115,6 +115,8 @@ CASES = {
     "act-order w2": make.problem(256, 128, symmetric=False, act_order="w2", bias=True),
     "act-order w2, padded": make.problem(256, 96, act_order="w2", activation="silu_no_mul"),
     "act-order, one group": make.problem(256, 128, group=-1, act_order="w13+w2"),
+    "act-order w13": make.problem(256, 128, group=64, act_order="w13"),
+    "act-order both": make.problem(256, 96, act_order="w13+w2", symmetric=False, bias=True),
     "unlike groups": make.problem(256, 128, group=64, group2=-1),
 }  # fmt: skip
 
@@ -151,7 +153,8 @@ def test_what_the_kernel_computes(case: str) -> None:
         w2 = marlin_simulation.read_gemm(tensors, "w2", problem.w2.num_bits)
         assert tuple(w13.shape) == (problem.num_shards * stored, problem.hidden_size)
         assert tuple(w2.shape) == (problem.hidden_size, stored)
-        h, y = x @ w13.T, None
+        order = tensors.get("w13_order", torch.arange(problem.hidden_size)).long()
+        h, y = x[:, order] @ w13.T, None
         expected = x @ dequantize_expert(experts.w13, e, torch.float64).T
         if problem.has_bias:
             h += marlin_simulation.read_bias(tensors["w13_bias"]).double()
@@ -264,7 +267,6 @@ def test_a_zero_scale_is_fine() -> None:
 @pytest.mark.parametrize(
     ("problem", "message"),
     [
-        (make.problem(act_order="w13"), "act-order on w13"),
         (make.problem(160, 96), "hidden_size: found 160"),
         (make.problem(256, 128, group=16), "group_size: found 16"),
         (make.problem(512, 512, group=256), "group_size: found 256"),
@@ -275,12 +277,14 @@ def test_refusals_name_found_and_expected(problem: Problem, message: str) -> Non
         layout(problem).pack(make.experts(problem))
 
 
-def test_uneven_act_order_groups_are_refused() -> None:
+@pytest.mark.parametrize("name", ["w13", "w2"])
+def test_uneven_act_order_groups_are_refused(name: str) -> None:
     """A tensor-parallel share of an act-order layer: the groups are not full."""
-    problem = make.problem(act_order="w2")
+    problem = make.problem(act_order=name)
     experts = make.experts(problem)
-    experts.w2.g_idx[1, 0] = (experts.w2.g_idx[1, 0] + 1) % 4
-    with pytest.raises(UnsupportedError, match=r"w2\.g_idx of expert 1: group lengths"):
+    g_idx = getattr(experts, name).g_idx
+    g_idx[1, 0] = (g_idx[1, 0] + 1) % 4
+    with pytest.raises(UnsupportedError, match=rf"{name}\.g_idx of expert 1: group lengths"):
         layout(problem).pack(experts)
 
 
@@ -304,3 +308,11 @@ def test_int8_scales() -> None:
     assert factor == 1 / 4096
     assert stored.dtype == torch.float16
     assert stored.view(torch.int16).tolist() == [[[2048, 1024], [4096, 512]]]
+
+
+def test_a_group_index_that_names_no_group_is_refused() -> None:
+    problem = CASES["act-order, one group"]
+    experts = make.experts(problem)
+    experts.w13.g_idx[0, 5] = 1
+    with pytest.raises(UnsupportedError, match=r"w13\.g_idx of expert 0"):
+        layout(problem).pack(experts)
