@@ -68,6 +68,11 @@ def _local_map(num_experts: int, device: torch.device) -> torch.Tensor:
     return _maps[num_experts, device]
 
 
+def _plain(tensor: torch.Tensor) -> bool:
+    """Whether to use plain torch instead of a kernel."""
+    return tensor.device.type == "cpu"
+
+
 def activation_constants(activation: Activation) -> dict[str, Any]:
     """Compile-time arguments of the activation kernels; 0 means absent for a limit."""
     values = constants(activation)
@@ -90,7 +95,7 @@ def slot_rows(x: torch.Tensor, topk_ids: torch.Tensor, order: torch.Tensor | Non
     tokens = torch.arange(num_tokens, device=x.device).repeat_interleave(top_k)
     if order is None:
         return x[tokens]
-    if x.device.type == "cpu":
+    if _plain(x):
         places = order[topk_ids.flatten().clamp(min=0).long()].long()  # [M * top_k, H]
         return x[tokens].gather(1, places)
     from autosel.kernels.moe_gather import gather_inputs
@@ -117,7 +122,7 @@ def slot_rows(x: torch.Tensor, topk_ids: torch.Tensor, order: torch.Tensor | Non
 
 def activate_into(out: torch.Tensor, h: torch.Tensor, activation: Activation) -> torch.Tensor:
     """``out[R, I] = act(h[R, s * I])``; halves form, contiguous, same dtype."""
-    if h.device.type == "cpu":
+    if _plain(h):
         return out.copy_(activate(h.float(), activation))
     from autosel.kernels.moe_wna16_plain import activation_kernel
 
@@ -144,7 +149,7 @@ def reduce_into(
     times 0 is NaN.
     """
     num_tokens, top_k = topk_ids.shape
-    if out.device.type == "cpu":
+    if _plain(out):
         served = (topk_ids >= 0) & (topk_ids < num_experts)
         source = torch.arange(topk_ids.numel()).view_as(topk_ids) if rows is None else rows.long()
         total = torch.zeros(out.shape, dtype=torch.float32)
