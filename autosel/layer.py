@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from autosel import layer_op
+from autosel.canonical import check_experts
 from autosel.core import CanonicalExperts, Device, Problem
 from autosel.device import detect
 from autosel.dtypes import torch_dtype
@@ -169,7 +171,9 @@ class FusedMoE(nn.Module):
         :meth:`from_source`.
 
         Should a candidate fail later and the next one need another layout, the call raises.
+        Raises CheckpointError for tensors that disagree with the experts' problem.
         """
+        check_experts(experts)
         held: list[CanonicalExperts] = [experts]
 
         def load(where: torch.device) -> CanonicalExperts:
@@ -286,7 +290,16 @@ class FusedMoE(nn.Module):
         routing = route(
             router_logits.reshape(-1, router_logits.shape[-1]), self.router, self.correction_bias
         )
-        slots = (*x.shape[:-1], -1)
+        slots = (*x.shape[:-1], self.router.top_k)
+        if routing.num_tokens != math.prod(slots[:-1]):
+            raise RoutingError(
+                field_error(
+                    "router_logits",
+                    "shape",
+                    list(router_logits.shape),
+                    f"{list(x.shape[:-1])} tokens as in x",
+                )
+            )
         return self.forward(
             x,
             routing.topk_ids.view(slots),

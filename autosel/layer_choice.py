@@ -98,13 +98,20 @@ class Chooser:
         choices += self._gaps([d.bucket for d in decided])
         return _joined(sorted(choices, key=lambda choice: choice.bucket.low))
 
-    def withdraw(self, candidate: Candidate, status: Status, reason: str) -> None:
-        """Never choose ``candidate`` again, here and in the database, and warn.
+    def withdraw(
+        self, choice: Choice, status: Status, reason: str, *, tell_database: bool = True
+    ) -> None:
+        """Never choose that candidate again, here and in the database, and warn.
 
-        For each token count at which it is stored as correct, the failure is stored as well: that
-        is how a winner is given up.
+        Where only this layer's values are the reason the database is not told: other layers of
+        the same key keep the winner. Otherwise, for each token count at which it is stored as correct, the failure is stored as well: that
+        is how a winner is given up. A default that the weights do not suit is no failure, so the
+        next one is taken without a warning; its reason stands in :attr:`Choice.why`.
         """
+        candidate = choice.candidate
         self._failed[candidate] = f"{status}: {reason}"
+        if status == "unsupported" and not choice.tuned:
+            return
         gone = [m for m in self._rows if m.candidate == candidate and m.status == "ok"]
         gone = [
             replace(m, status=status, reason=reason, times_us=(), errors=None, timing=())
@@ -127,7 +134,7 @@ class Chooser:
             if d.bucket.measured not in known
         ]
         note = ""
-        if gone:
+        if gone and tell_database:
             try:
                 with opened_database(self._db) as store:
                     store.add_measurements(gone)
@@ -207,8 +214,8 @@ class Chooser:
         yield from self._default(low, None)
 
     def _default(self, low: int, high: int | None) -> Iterator[Choice]:
-        backend = self._default_backend()
-        why = f"not tuned ({self._untuned}); {backend.name} is the default"
+        backend, others = self._default_backend()
+        why = "; ".join([f"not tuned ({self._untuned})", *others, f"{backend.name} is the default"])
         for bucket in buckets(SweepSettings().tokens(self.device)):
             start = max(low, bucket.low)
             ends = [end for end in (high, bucket.high) if end is not None]
@@ -223,13 +230,14 @@ class Chooser:
         params = backend.space(self.problem, num_tokens, self.device).default
         return Candidate.of(backend.name, params, backend.layout(self.problem, params).key)
 
-    def _default_backend(self) -> Backend:
-        reasons = []
+    def _default_backend(self) -> tuple[Backend, list[str]]:
+        """The first default that will do, and why those before it will not."""
+        reasons: list[str] = []
         for name in DEFAULTS:
             backend = registry.get(name)
             reason = self._why_not(backend)
             if reason is None:
-                return backend
+                return backend, reasons
             reasons.append(f"{name} {reason}")
         raise NothingUsableError(
             f"nothing usable for {self.problem.key} on {self.device.name}: {'; '.join(reasons)}"

@@ -21,7 +21,7 @@ from autosel.compare import compare
 from autosel.core import CanonicalExperts, Device, Params, Problem, Routing, Status, Support
 from autosel.dispatch import apply
 from autosel.dtypes import torch_dtype
-from autosel.errors import AutoselError, field_error
+from autosel.errors import AutoselError, UnsupportedError, field_error
 from autosel.failures import CAUGHT, failed, is_out_of_memory
 from autosel.interfaces import Backend, Layout, PackedExperts
 from autosel.layer_check import Probe, make_probe
@@ -90,11 +90,14 @@ class _Table:
 
 
 class _FaultyError(Exception):
-    """A candidate that cannot serve, with the status and reason of a measurement."""
+    """A candidate that cannot serve, with the status and reason of a measurement.
 
-    def __init__(self, status: Status, reason: str) -> None:
+    ``values`` says that the reason lies in this layer's values.
+    """
+
+    def __init__(self, status: Status, reason: str, *, values: bool = False) -> None:
         super().__init__(reason)
-        self.status, self.reason = status, reason
+        self.status, self.reason, self.values = status, reason, values
 
 
 class LayerRuntime:
@@ -206,7 +209,9 @@ class LayerRuntime:
                         self._prove(entry, source)
                         proven[choice.candidate] = entry
                 except _FaultyError as fault:
-                    self._chooser.withdraw(choice.candidate, fault.status, fault.reason)
+                    self._chooser.withdraw(
+                        choice, fault.status, fault.reason, tell_database=not fault.values
+                    )
                     break
                 entries.append(entry)
             else:
@@ -232,6 +237,8 @@ class LayerRuntime:
             try:
                 self._packed[layout.key] = layout.pack(experts)
                 _synchronize(self.device)
+            except UnsupportedError as error:
+                raise _FaultyError("unsupported", str(error), values=True) from error
             except CAUGHT as error:
                 raise _faulty(error, candidate.backend, "pack") from error
         return Entry(choice, _Watched(backend), self._packed[layout.key], params)
@@ -288,7 +295,7 @@ class LayerRuntime:
             if self._table.at(num_tokens).choice.candidate != entry.choice.candidate:
                 return  # another thread was first
             where = f"{entry.choice.candidate.backend} run with {num_tokens} tokens"
-            self._chooser.withdraw(entry.choice.candidate, *failed(cause, where))
+            self._chooser.withdraw(entry.choice, *failed(cause, where))
             self._table = self._build()
 
 

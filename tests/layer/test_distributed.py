@@ -1,0 +1,44 @@
+"""The same with processes and torch.distributed: the layer sums over its group by itself."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import distributed
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (distributed.is_available() and distributed.is_gloo_available()),
+        reason="this torch is built without gloo",
+    ),
+]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_groups_sum_equals_the_uncut_layer(size, tmp_path, fixtures_dir):
+    rendezvous, answer = tmp_path / "rendezvous", tmp_path / "answer.json"
+    words = [str(size), str(rendezvous), str(fixtures_dir), str(answer)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.layer.distributed_worker", str(rank), *words],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    try:
+        said = [worker.communicate(timeout=240)[1] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert [worker.returncode for worker in workers] == [0] * size, said
+    errors = json.loads(answer.read_text())
+    kinds = {name.split(" ", 1)[1] for name in errors}
+    assert kinds == ({"tp", "ep"} if size == 2 else {"tp", "ep", "tp2 ep2"})
+    assert {name: error for name, error in errors.items() if not error < 5e-6} == {}
