@@ -104,9 +104,10 @@ class Chooser:
         """Never choose that candidate again, here and in the database, and warn.
 
         Where only this layer's values are the reason the database is not told: other layers of
-        the same key keep the winner. Otherwise, for each token count at which it is stored as correct, the failure is stored as well: that
-        is how a winner is given up. A default that the weights do not suit is no failure, so the
-        next one is taken without a warning; its reason stands in :attr:`Choice.why`.
+        the same key keep the winner. Otherwise the failure is stored for each token count at
+        which it is stored as correct: that is how a winner is given up. A default that the
+        weights do not suit is no failure, so the next one is taken without a warning; its reason
+        stands in :attr:`Choice.why`.
         """
         candidate = choice.candidate
         self._failed[candidate] = f"{status}: {reason}"
