@@ -79,7 +79,9 @@ def replace_experts(
         **options,
     )
     for index, block in wanted.items():
-        _join(block)(block, layers[index])
+        join = _join(block)
+        assert join is not None, "only known blocks are wanted"
+        join(block, layers[index])
     return layers
 
 
@@ -150,7 +152,6 @@ _JOINS: dict[str, Join] = {
     "Qwen2MoeSparseMoeBlock": _as_forward_with_shared,
     "Qwen3NextSparseMoeBlock": _as_forward_with_shared,
     "DeepseekV2MoE": _as_moe,
-    "DeepseekV2Moe": _as_experts,
     "DeepseekV3MoE": _as_moe,
     "Dots1MoE": _as_moe,
     "Glm4MoeMoE": _as_moe,
@@ -159,29 +160,32 @@ _JOINS: dict[str, Join] = {
 }
 
 
-def _join(block: Any) -> Join:
-    """By the class's name, unless its experts are called as in transformers 5."""
-    parameters = list(inspect.signature(block.experts.forward).parameters)
+def _join(block: nn.Module) -> Join | None:
+    """How this module takes new experts; None where it has none, or is not known."""
+    experts = getattr(block, "experts", None)
+    if not isinstance(experts, nn.Module):
+        return None
+    parameters = list(inspect.signature(experts.forward).parameters)
     if parameters[:3] == ["hidden_states", "top_k_index", "top_k_weights"]:
-        return _as_experts
-    return _JOINS[type(block).__name__]
+        return _as_experts  # transformers 5, whatever the model
+    return _JOINS.get(type(block).__name__)
 
 
 def _blocks(model: nn.Module) -> dict[int, Any]:
     """The model's MoE blocks by the number of their layer."""
     found: dict[int, Any] = {}
     for name, module in model.named_modules():
-        if type(module).__name__ not in _JOINS:
+        if isinstance(getattr(module, "experts", None), FusedMoE):
+            raise AutoselError(
+                field_error(name, "experts", "replaced already", "the model's own experts")
+            )
+        if _join(module) is None:
             continue
         number = _NUMBER.search(f"{name}.")
         index = int(number[1]) if number else len(found)
         if index in found:
             raise UnsupportedError(
                 field_error(name, f"MoE blocks of layer {index}", "two", "one stack of layers")
-            )
-        if isinstance(getattr(module, "experts", None), FusedMoE):
-            raise AutoselError(
-                field_error(name, "experts", "replaced already", "the model's own experts")
             )
         found[index] = module
     if not found:
