@@ -9,6 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+
+# One thread a process, here and in the processes that tests start: the tensors are tiny, and tests
+# run side by side. With two threads a test on a busy two-core machine took up to 25 times longer,
+# all of it in OpenMP barriers. Tests of threading ask for more themselves.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path

@@ -99,6 +99,15 @@ def error(experts, num_tokens, params):
     return float((out.double() - truth).norm() / truth.norm())
 
 
+@pytest.fixture(autouse=True)
+def two_threads():
+    """The kernel's own parallel loops are part of what is tested."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=BUILDS, ids=lambda flags: flags[0])
 def build(request, monkeypatch):
     """Runs the test on one build of the kernel."""
