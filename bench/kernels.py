@@ -158,9 +158,11 @@ def cell_rows(
     ref = reference(weights, inputs)
     roof = shape.roofline_us(tokens, inputs.distinct)
     graphs, errors, times = {}, {}, {}
+    kept = []  # what a graph reads must outlive it
     for system in systems:
         try:
             run, out = system.build(tokens), torch.empty_like(inputs.x)
+            kept.append((run, out))
 
             def call(r: int, system: System = system, out: Any = out, run: Any = run) -> None:
                 w = system.copies[r % len(system.copies)]

@@ -42,6 +42,8 @@ from autosel.kernels.wna16_dequant import (
     tiles_in_group,
 )
 
+# Triton 3.7 renamed it.
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 SCALE = gl.constexpr(2.0**60)  # the unpacked weights are 2^-60 times too small
 
 
@@ -310,7 +312,7 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
                     sum0 = warpgroup_mma_wait(0, deps=[acc0])
                 acc0 = warpgroup_mma_init(sum0)
             async_copy.wait_group(AHEAD - 1)
-            gl.thread_barrier()  # right behind the wait, or Triton adds one of its own
+            thread_barrier()  # right behind the wait, or Triton adds one of its own
             fence_async_shared()  # the copies were ordinary writes, wgmma is another proxy
             _refill(wsm, ssm, xsm, ysm, wp, sp, xp, yp, xm, ym, group0, q + 1 < ROUNDS, u + AHEAD,
                     K, GROUP, R, C, NC, JG, BK, T1, ROWS, STAGES, w_lay, sc_lay)  # fmt: skip

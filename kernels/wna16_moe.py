@@ -183,7 +183,7 @@ def grouped_launch(
             BN=bn,
             BK=p[f"{pre}_bk"],
             STAGES=p[f"{pre}_stages"],
-            PREFETCH=0 if up or not layer.asm else p["prefetch"],
+            PREFETCH=0 if up or not layer.pdl else p["prefetch"],
             ASM=layer.asm,
             PDL=pdl,
             num_warps=p[f"{pre}_warps"],

@@ -16,6 +16,7 @@ from typing import Any
 from autosel.kernels.wna16_layer import TiledLayer
 
 Params = dict[str, Any]
+HELD_WORDS = 160  # of the 255 registers a thread can have
 SHARED_MEMORY = 227 << 10  # bytes a program can have on sm_90
 
 
@@ -61,8 +62,11 @@ def starting_params(layer: TiledLayer, tokens: int) -> Params:
     few = slots <= 8 or (slots <= 32 and layer.intermediate <= 512)
     if few and 2 * slots <= max(layer.experts, 4 * layer.top_k if tokens == 1 else 0):
         return _decode(layer, slots)
-    if slots <= 32 and slots < layer.experts:
-        return {"path": "scan", "tok": 16, "prefetch": _prefetch(layer)} | _triton(layer, 16, True)
+    if slots <= 32 and (slots < layer.experts or (layer.experts <= 16 and slots <= 16)):
+        scan = {"path": "scan", "tok": 16, "prefetch": _prefetch(layer)} | _triton(layer, 16, True)
+        if layer.intermediate >= 4096 and layer.intermediate % 256 == 0 and layer.bits2 == 4:
+            scan |= _names("down", bn=64, bk=256, stages=3) | {"prefetch": 0}
+        return scan
     return _sorted(layer, slots / layer.experts)
 
 
@@ -91,7 +95,18 @@ def _decode(layer: TiledLayer, slots: int) -> Params:
         stages=3 if long else 0,
         warps=8 if ks2 > 1 or inner > 1024 else 4,
     )
-    return {"path": "decode"} | up | down
+    params: Params = {"path": "decode"} | up | down
+    for pre in ("up", "down"):
+        if params[f"{pre}_stages"] == 0 and _held_words(layer, pre, params) > HELD_WORDS:
+            params[f"{pre}_stages"] = 2
+    return params
+
+
+def _held_words(layer: TiledLayer, pre: str, p: Params) -> int:
+    """Registers of weights a thread holds when all of them are loaded before the first product."""
+    gemm, ks = layer.gemm(pre == "up"), p[f"{pre}_ks"]
+    batches = 1 if pre == "up" else -(-layer.top_k // max(1, p["down_warps"] // ks))
+    return int(gemm["K"] // ks * p[f"{pre}_r"] * gemm["BITS"] // 64 * batches)
 
 
 def _prefetch(layer: TiledLayer) -> int:
@@ -142,7 +157,7 @@ def _sorted(layer: TiledLayer, mean: float) -> Params:
         k, group = layer.gemm(up)["K"], layer.gemm(up)["GROUP"]
         base[f"{pre}_with"] = "gluon"
         if tok <= 32:  # narrow blocks stream weights: small programs, long steps
-            tall = mean > 3 and up
+            tall = up and not 1 <= mean <= 3
             bk = 128 if _ring_fits(k, group, 128, 4) else 64
             base |= _names(
                 pre,
@@ -161,9 +176,14 @@ def _sorted(layer: TiledLayer, mean: float) -> Params:
         if layer.intermediate == 256:
             if 16 < mean <= 40:
                 base |= _rows(layer)
-            else:
+            elif tok <= 32:
                 rt = 7 if mean > 3 and layer.hidden % (64 * 7) == 0 else 4
                 base |= _names("down", bk=64, rt=rt)
+            elif layer.group2 < 128:
+                base |= _names("down", regs=0, late=1, rt=_largest(layer.hidden // 128, 8, 4, 2, 1))
+            else:
+                rt = _largest(layer.hidden // 64, 4, 2, 1)
+                base |= _names("down", bn=64, warps=4, regs=168, late=1, rt=rt)
     return base
 
 
@@ -249,16 +269,16 @@ def _decode_problem(
 ) -> tuple[str, str, str] | None:
     k, group = gemm["K"], gemm["GROUP"]
     ks, kw, sub, stages = (p[f"{pre}_{n}"] for n in ("ks", "kw", "sub", "stages"))
+    if kw & (kw - 1) or ks & (ks - 1):
+        return f"{pre}_ks, {pre}_kw", f"{ks}, {kw}", "powers of two"
     if k % (ks * kw):
         return f"{pre}_ks x {pre}_kw", str(ks * kw), f"a divisor of {k}"
     if kw % sub or (kw % group and group % kw):
         return f"{pre}_kw", str(kw), f"a multiple of {pre}_sub, and of the group or inside it"
     if gemm["NR"] % (16 * p[f"{pre}_r"]):
         return f"{pre}_r", str(p[f"{pre}_r"]), f"16 x {pre}_r divides {gemm['NR']}"
-    # Without a pipeline every word of a warp waits in registers, 255 of which exist.
-    batches = 1 if pre == "up" else -(-layer.top_k // max(1, p["down_warps"] // ks))
-    words = k // ks * p[f"{pre}_r"] * gemm["BITS"] // 64 * batches
-    if stages == 0 and words > 160:
+    words = _held_words(layer, pre, p)
+    if stages == 0 and words > HELD_WORDS:
         return f"{pre}_stages", "0", f"a pipeline: {words} registers of weights a thread"
     return None
 
@@ -269,6 +289,8 @@ def _gemm_problem(gemm: Params, pre: str, p: Params) -> tuple[str, str, str] | N
     bn, rt = p[f"{pre}_bn"], p.get(f"{pre}_rt", 1) if pre == "down" else 1
     bk = k if kind == "rows" else p[f"{pre}_bk"]
     stages, tok = p[f"{pre}_stages"], p["tok"]
+    if bn & (bn - 1) or bk & (bk - 1):
+        return f"{pre}_bn, {pre}_bk", f"{bn}, {bk}", "powers of two"
     if rows % (bn * rt):
         return f"{pre}_bn x rows", str(bn * rt), f"a divisor of {rows}"
     if k % bk or (bk % group and group % bk):

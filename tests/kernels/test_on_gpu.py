@@ -88,7 +88,7 @@ def check(case, params, tokens=7, top_k=2, ids=None):
     problem = make_problem(8, 512, 256, top_k, **case)
     experts = make_experts(problem)
     gen = torch.Generator().manual_seed(1)
-    x = (torch.randn((tokens, 512), generator=gen) * 0.5).to(DTYPES[problem.act_dtype])
+    x = (torch.randn((tokens, 512), generator=gen) * 0.1).to(DTYPES[problem.act_dtype])
     if ids is None:
         ids = torch.rand((tokens, 8), generator=gen).topk(top_k, 1).indices.to(torch.int32)
     weights = torch.rand((tokens, top_k), generator=gen)

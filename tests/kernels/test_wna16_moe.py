@@ -85,7 +85,7 @@ def run(case, params, tokens=2, top_k=2, seed=0, ids=None):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize("group", [32, pytest.param(128, marks=pytest.mark.slow)])
 def test_every_path_matches_the_reference(path, group):
     sizes = {"hidden": 256, "inner": 128} if group == 128 else {}
     out, ref = run({"group": group} | sizes, PATHS[path])
@@ -103,7 +103,7 @@ SCHEMES = [
 ]
 
 
-@pytest.mark.parametrize("path", ["decode", "sorted"])
+@pytest.mark.parametrize("path", [pytest.param("decode", marks=pytest.mark.slow), "sorted"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_schemes(path, scheme):
     out, ref = run(scheme, PATHS[path], tokens=1)
@@ -130,6 +130,7 @@ def test_activations(activation):
     assert relative_error(out, ref) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_slots_served_elsewhere_add_nothing(path):
     ids = torch.tensor([[0, -1], [-1, -1], [3, 2], [2, 0], [-1, 2]], dtype=torch.int32)
@@ -145,6 +146,7 @@ def test_one_hot_expert_takes_several_blocks(path):
     assert relative_error(out, ref) < TOLERANCE
 
 
+@pytest.mark.slow
 def test_six_choices_of_eight_lanes():
     out, ref = run({"experts": 8}, DECODE, tokens=2, top_k=6)
     assert relative_error(out, ref) < TOLERANCE

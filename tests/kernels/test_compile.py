@@ -1,0 +1,77 @@
+"""The starting points compile for a Hopper GPU, without one; Gluon has no interpreter.
+
+In a process of its own: in this one Triton may be the interpreter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.slow
+
+SCRIPT = """
+import json, sys
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+class Driver:  # answers what compilation asks of a device
+    utils = None
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device=0): return 0
+    def get_active_torch_device(self): return torch.device("cpu")
+    def launcher_cls(self, *args): return None
+
+triton.runtime.driver.set_active(Driver())
+from autosel.kernels.wna16_layer import TiledLayer
+from autosel.kernels.wna16_moe import layer_launches
+from autosel.kernels.wna16_space import starting_params
+
+experts, top_k, hidden, inner, group, tokens = json.loads(sys.argv[1])
+word = torch.empty(1, dtype=torch.int32, device="meta")
+tensors = dict.fromkeys(("w13", "s13", "w2", "s2"), word)
+layer = TiledLayer(tensors, experts, top_k, hidden, inner, group, group)
+x = torch.empty((tokens, hidden), dtype=torch.bfloat16, device="meta")
+ids = torch.empty((tokens, top_k), dtype=torch.int32, device="meta")
+weights = torch.empty((tokens, top_k), device="meta")
+built = {}
+for launch in layer_launches(layer, x, ids, weights, x, starting_params(layer, tokens)):
+    compiled = launch.kernel.warmup(*launch.signature(), grid=(1,), **launch.options)
+    ptx = compiled.asm["ptx"]
+    name = launch.kernel.fn.__name__
+    built[name] = {"wgmma": ptx.count("wgmma.mma_async"), "mma": ptx.count("mma.sync"),
+                   "shared": compiled.metadata.shared}
+print(json.dumps(built))
+"""
+
+CASES = {
+    "decode": ((128, 8, 2048, 768, 128, 1), "decode_gate_up", "mma"),
+    "scan": ((128, 8, 2048, 768, 128, 4), "grouped_gemm", "wgmma"),
+    "narrow blocks": ((128, 8, 2048, 768, 128, 64), "prefill_gemm", "wgmma"),
+    "short K, groups of 32": ((384, 8, 7168, 256, 32, 4096), "prefill_gemm", "wgmma"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiles_for_hopper(case, tmp_path):
+    sizes, kernel, instruction = CASES[case]
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(sizes)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    built = json.loads(done.stdout.splitlines()[-1])
+    assert built[kernel][instruction] > 0, "not on the tensor cores"
+    assert all(k["shared"] <= 227 << 10 for k in built.values())

@@ -1,0 +1,72 @@
+"""Starting points are legal for any layer, and illegal points are refused before compilation."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from autosel.backends.wna16_tiled import Wna16TiledBackend
+from autosel.core import Activation, Device
+from autosel.kernels import wna16_space
+from autosel.kernels.wna16_layer import TiledLayer
+from tests.kernels.make import make_problem
+
+H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
+TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 8192)
+SIZES = [
+    (128, 8, 2048, 768),
+    (8, 2, 4096, 14336),
+    (256, 8, 7168, 256),
+    (64, 6, 2048, 1408),
+    (128, 4, 2944, 2880 + 64),
+    (16, 1, 5120, 8192),
+    (32, 4, 128, 64),
+    (512, 10, 2048, 512),
+]
+
+
+def layer(experts, top_k, hidden, inner, group, **more):
+    tensors = {"w13": torch.empty(0), "w2": torch.empty(0)}
+    return TiledLayer(tensors, experts, top_k, hidden, inner, group, group, **more)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_starting_points_are_legal(size):
+    for group, tokens, bits, gluon in itertools.product((32, 64), TOKENS, (4, 8), (True, False)):
+        made = layer(*size, group, bits13=bits, bits2=bits, gluon=gluon)
+        start = wna16_space.starting_params(made, tokens)
+        assert wna16_space.problem_with(made, start) is None, (group, tokens, bits, start)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_backend_space_starts_legally_and_refuses(tokens):
+    problem = make_problem(128, 2048, 768, 8, group=128)
+    space = Wna16TiledBackend().space(problem, tokens, H200)
+    assert space.constraint(space.default) is None
+    assert all(name in space.default for name in space.choices)
+    broken = dict(space.default)
+    key = next(k for k in ("up_kw", "up_bn") if k in broken)
+    assert space.constraint(broken | {key: 96}) is not None
+
+
+def test_rounds_of_the_ring_must_not_cut_groups():
+    """Seven stages of 64 inputs with groups of 128 gave wrong numbers: found by checking."""
+    made = layer(8, 2, 4096, 14336, 128)
+    start = wna16_space.starting_params(made, 4096)
+    assert start["down_with"] == "gluon"
+    assert wna16_space.problem_with(made, start | {"down_stages": 7}) is not None
+
+
+def test_support_names_what_is_wrong():
+    backend = Wna16TiledBackend()
+    assert backend.supports(make_problem(), H200)
+    assert "group size" in str(backend.supports(make_problem(group=16), H200))
+    assert "device" in str(backend.supports(make_problem(), Device("cpu", "some CPU")))
+    old = Device("cuda", "T4", (7, 5), 40)
+    assert "capability" in str(backend.supports(make_problem(), old))
+    limited = make_problem(activation=Activation("silu", limit=7.0))
+    assert backend.supports(limited, H200)
+    assert backend.space(limited, 4096, H200).default["up_with"] == "triton"
