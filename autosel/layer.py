@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch import nn
 
 from autosel import layer_op
 from autosel.canonical import check_experts
-from autosel.core import CanonicalExperts, Device, Problem
-from autosel.device import detect
+from autosel.core import CanonicalExperts, Problem
 from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RoutingError, field_error
-from autosel.expert_map import check_expert_map
 from autosel.layer_choice import Choice, Chooser, Database, Layouts
+from autosel.layer_place import expert_map_of, place, weights_id
 from autosel.layer_runtime import LayerRuntime
+from autosel.layer_state import PackedModule
 from autosel.routing import route
 from autosel.routing_spec import RouterSpec
-from autosel.sharding import expert_range
 from autosel.sources import CheckpointSource, WeightSource
-from autosel.verify import fingerprint
 
 __all__ = ["FusedMoE"]
 
 SharedExperts = Callable[[torch.Tensor], torch.Tensor]
 
 
-class FusedMoE(nn.Module):
+class FusedMoE(PackedModule):
     """One quantised MoE layer, run by the candidate that was decided for each token count.
 
     Build it with :meth:`from_checkpoint` (or :meth:`from_source`, :meth:`from_experts`). Calls are
@@ -49,7 +45,7 @@ class FusedMoE(nn.Module):
         runtime: LayerRuntime,
         *,
         label: str = "",
-        weights_id: str = "",
+        identity: str = "",
         router: RouterSpec | None = None,
         correction_bias: torch.Tensor | None = None,
         shared_experts: SharedExperts | None = None,
@@ -62,18 +58,13 @@ class FusedMoE(nn.Module):
         reduce_group             a torch.distributed process group: outputs of its ranks are
                                  summed in place before the shared experts are added
         """
-        super().__init__()
-        self.problem: Problem = runtime.problem
-        self.label = label
+        super().__init__(runtime, label, identity)
         self.router = router
         self.shared_experts = shared_experts
         self.reduce_group = reduce_group
-        self._runtime = runtime
-        self._weights_id = weights_id
         self._op_name = layer_op.enroll(runtime)
         bias = None if correction_bias is None else correction_bias.to(runtime.device)
         self.register_buffer("correction_bias", bias, persistent=False)
-        self.training = False
 
     # building --------------------------------------------------------------------------------
 
@@ -206,14 +197,14 @@ class FusedMoE(nn.Module):
         expert_map: torch.Tensor | None = None,
         **options: Any,
     ) -> FusedMoE:
-        where, described = _place(device)
-        chosen = _expert_map(problem, ep_rank, ep_size, expert_map)
+        where, described = place(device)
+        chosen = expert_map_of(problem, ep_rank, ep_size, expert_map)
         identity: list[str] = []
 
         def loader() -> CanonicalExperts:
             experts = load(where)
             if not identity:
-                identity.append(_weights_id(experts))
+                identity.append(weights_id(experts))
             return experts
 
         chooser = Chooser(
@@ -222,7 +213,7 @@ class FusedMoE(nn.Module):
         runtime = LayerRuntime(
             loader, chooser, where, None if chosen is None else chosen.to(where), check=check
         )
-        return cls(runtime, label=label, weights_id=identity[0], **options)
+        return cls(runtime, label=label, identity=identity[0], **options)
 
     # running ---------------------------------------------------------------------------------
 
@@ -316,6 +307,23 @@ class FusedMoE(nn.Module):
             return super().apply(args[0])
         return self.forward(*args, **options)
 
+    def warm_up(self, *token_counts: int) -> None:
+        """Run once with each token count: kernels that are compiled for a size are then there.
+
+        To be called before a CUDA graph of that size is captured; left out, one for each bucket.
+        """
+        problem, device = self.problem, self._runtime.device
+        counts = token_counts or tuple(choice.bucket.measured for choice in self.choices)
+        for count in counts:
+            x = torch.zeros(
+                count, problem.hidden_size, dtype=torch_dtype(problem.act_dtype), device=device
+            )
+            slots = torch.arange(count * problem.top_k, dtype=torch.int32, device=device)
+            ids = slots.remainder(problem.num_experts).view(count, problem.top_k)
+            self._runtime.run(x, ids, torch.zeros(ids.shape, device=device))
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
     # what torch asks of a module -------------------------------------------------------------
 
     @property
@@ -328,62 +336,6 @@ class FusedMoE(nn.Module):
         """Bytes of each packed copy of the weights, by the layout's key."""
         return {entry.packed.layout: entry.packed.nbytes for entry in self._runtime.entries}
 
-    def train(self, mode: bool = True) -> FusedMoE:
-        """Refused for ``mode=True``: there is nothing to train."""
-        if mode:
-            raise AutoselError(field_error("FusedMoE", "mode", "train", "eval"))
-        super().train(False)
-        return self
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> FusedMoE:
-        """``to``, ``cuda``, ``half`` and the like: allowed where they change nothing here."""
-        dtype, device = torch_dtype(self.problem.act_dtype), self._runtime.device
-        moved = fn(torch.empty(0, dtype=dtype, device=device))
-        for what, found, expected in (
-            ("device", moved.device, device),
-            ("act dtype", moved.dtype, dtype),
-        ):
-            if found != expected:
-                raise AutoselError(
-                    field_error(
-                        f"FusedMoE {self.label}: moving packed weights",
-                        what,
-                        found,
-                        f"{expected}; build it for the other one instead",
-                    )
-                )
-        if recurse:
-            for child in self.children():
-                child._apply(fn)  # type: ignore[no-untyped-call]
-        return self
-
-    def get_extra_state(self) -> torch.Tensor:
-        """JSON as uint8, since that is a tensor to every file format."""
-        state = {"problem": self.problem.to_dict(), "weights": self._weights_id}
-        text = json.dumps(state, sort_keys=True)
-        return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-    def set_extra_state(self, state: torch.Tensor) -> None:
-        """Refuse a state that was saved from other weights than these."""
-        try:
-            found = json.loads(bytes(state.cpu().tolist()).decode())
-            problem, weights = Problem.from_dict(found["problem"]), found["weights"]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise AutoselError(
-                field_error("FusedMoE state", "entry", error, "one saved by FusedMoE")
-            ) from None
-        for what, theirs, ours in (
-            ("layer", problem.key, self.problem.key),
-            ("weights", weights, self._weights_id),
-        ):
-            if theirs != ours:
-                raise AutoselError(field_error("FusedMoE state", what, theirs, ours))
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise AutoselError(
-            field_error("FusedMoE", "copy", "copy or pickle", "from_checkpoint once more")
-        )
-
     def extra_repr(self) -> str:
         served = "; ".join(f"{c.bucket.label}: {c.candidate.key}" for c in self.choices)
         return f"{self.problem.key}, {self._runtime.device}, {served}"
@@ -394,61 +346,3 @@ def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() == 0 or tensor.shape[-1] == 0:
         raise RoutingError(field_error(name, "shape", list(tensor.shape), "[..., values]"))
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _place(device: str | torch.device) -> tuple[torch.device, Device]:
-    """The torch device, its index spelt out, and what is known of it."""
-    try:
-        where = torch.device(device)
-    except RuntimeError as error:
-        raise AutoselError(
-            field_error("FusedMoE", "device", repr(device), "a torch device")
-        ) from error
-    index = where.index or 0
-    if where.type != "cpu" and where.index is None:
-        index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
-    kind = "rocm" if where.type == "cuda" and torch.version.hip else where.type
-    described = detect(kind, index)
-    return (where if where.type == "cpu" else torch.device(where.type, index)), described
-
-
-def _expert_map(
-    problem: Problem, rank: int, size: int, given: torch.Tensor | None
-) -> torch.Tensor | None:
-    """int32 ``[num_experts]`` or None where every expert is here; refuses a map that misses one."""
-    if given is not None:
-        check_expert_map(given, problem)
-        local = sorted(i for i in given.tolist() if i >= 0)
-        if local != list(range(problem.num_local_experts)):
-            raise RoutingError(
-                field_error(
-                    "expert_map",
-                    "local ids",
-                    local,
-                    f"each of 0 to {problem.num_local_experts - 1} once",
-                )
-            )
-        return given.to(torch.int32)
-    held = expert_range(problem.num_experts, rank, size)
-    if len(held) != problem.num_local_experts:
-        raise RoutingError(
-            field_error(
-                f"rank {rank} of {size}", "experts held", problem.num_local_experts, len(held)
-            )
-        )
-    if size == 1:
-        return None
-    ids = torch.full((problem.num_experts,), -1, dtype=torch.int32)
-    ids[held.start : held.stop] = torch.arange(len(held), dtype=torch.int32)
-    return ids
-
-
-def _weights_id(experts: CanonicalExperts) -> str:
-    """Tells one layer's weights from another's of the same shape, at the cost of two experts."""
-    parts = [
-        f"{fingerprint(tensor[expert]):016x}"
-        for weight in (experts.w13, experts.w2)
-        for tensor in (weight.codes, weight.scales)
-        for expert in (0, -1)
-    ]
-    return "-".join(parts)

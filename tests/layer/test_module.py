@@ -464,6 +464,22 @@ def test_from_experts_cannot_pack_again(source, monkeypatch):
         layer(*inputs(3))
 
 
+def test_warm_up_runs_the_sizes_that_are_asked_for(layer, monkeypatch):
+    seen = []
+    entry = layer._runtime.entries[0]
+    run = entry.backend._run
+
+    def noted(packed, x, *rest):
+        seen.append(len(x))
+        return run(packed, x, *rest)
+
+    monkeypatch.setattr(entry.backend, "_run", noted)
+    layer.warm_up(1, 7)
+    assert seen == [1, 7]
+    layer.warm_up()
+    assert seen[2:] == [entry.choice.bucket.measured]
+
+
 # cost --------------------------------------------------------------------------------------------
 
 
