@@ -3,9 +3,10 @@
     Marlin   vLLM's ``moe_wna16_marlin_gemm`` with its align, activation and sum operators
     Humming  just-in-time compiled kernels, "indexed" and "grouped_contiguous"
 
-They are not dependencies. ``PEER_DIR`` names a folder that holds ``hum/humming`` (the unpacked
-humming-kernels wheel) and ``humcfg.json`` (its heuristics' tuning lists per layer), and ``PEER_SO``
-a folder with vLLM's two stable-ABI libraries, loaded without vLLM's Python.
+They are not dependencies. ``PEER_SO`` names a folder with vLLM's two stable-ABI libraries
+(``_C_stable_libtorch.abi3.so`` and ``_moe_C_stable_libtorch.abi3.so`` of the wheel, loaded without
+vLLM's Python), ``PEER_DIR`` one with the humming-kernels wheel unpacked as ``hum/humming`` and,
+optionally, ``humcfg.json``: its heuristics' lists, ``{"model|w13 or w2|kind": [[low, high, config]]}``.
 
 Each peer gets one timed layer: group, gate_up, activation, down, weighted sum; block sizes and
 kernels by the library's own rules.
@@ -32,8 +33,9 @@ def _empty(*size: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def load_operators(folder: str) -> None:
-    for name in ("moe33.so", "c33.so"):
-        torch.ops.load_library(os.path.join(folder, name))
+    for name in sorted(os.listdir(folder)):
+        if name.endswith(".so"):
+            torch.ops.load_library(os.path.join(folder, name))
 
 
 def _along_k(codes: torch.Tensor) -> torch.Tensor:
@@ -155,11 +157,14 @@ class Humming:
         os.environ.pop("HUMMING_DISABLE_PARALLEL_BUILD", None)  # it also limits the compiler
         from humming.schema import HummingInputSchema, HummingWeightSchema
         from humming.transform import prepare_and_transform_humming_tensors
+        from humming.tune import get_heuristics_config
 
         self.shape, self.kind = weights.shape, kind
         self.name = "humming_" + kind.split("_")[0]
-        with open(os.path.join(peer_dir, "humcfg.json")) as file:
-            lists = json.load(file)
+        lists, path = {}, os.path.join(peer_dir, "humcfg.json")
+        if os.path.exists(path):
+            with open(path) as file:
+                lists = json.load(file)
         self.tensors: list[torch.Tensor] = []
         self.layer, self.lists = {}, {}
         for part in ("13", "2"):
@@ -184,7 +189,8 @@ class Humming:
                 device="cuda",
             )
             self.tensors += [tensors["weight"], tensors["weight_scale"]]
-            self.lists[part] = lists[f"{self.shape.name}|w{part}|{kind}"]
+            known = lists.get(f"{self.shape.name}|w{part}|{kind}")
+            self.lists[part] = known or get_heuristics_config(self.layer[part], gemm_type=kind)
         count = torch.cuda.get_device_properties(0).multi_processor_count
         self.locks = torch.zeros(count * 8, dtype=torch.int32, device="cuda")
         self.compute = json.dumps(
@@ -349,12 +355,3 @@ def _zeros(count: int) -> torch.Tensor:
     if count not in _ZEROS:
         _ZEROS[count] = torch.zeros(count, dtype=torch.int32, device="cuda")
     return _ZEROS[count]
-
-
-def peers(weights: Weights, peer_dir: str) -> list[Any]:
-    """Makers of every peer, one at a time: Kimi's weights are 17 GB a copy with their source."""
-    return [
-        lambda: Marlin(weights),
-        lambda: Humming(weights, "indexed", peer_dir),
-        lambda: Humming(weights, "grouped_contiguous", peer_dir),
-    ]
