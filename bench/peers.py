@@ -6,7 +6,7 @@
 They are not dependencies. ``PEER_SO`` names a folder with vLLM's two stable-ABI libraries
 (``_C_stable_libtorch.abi3.so`` and ``_moe_C_stable_libtorch.abi3.so`` of the wheel, loaded without
 vLLM's Python), ``PEER_DIR`` one with the humming-kernels wheel unpacked as ``hum/humming`` and,
-optionally, ``humcfg.json``: its heuristics' lists, ``{"model|w13 or w2|kind": [[low, high, config]]}``.
+optionally, ``humcfg.json``: its heuristics' lists by ``"model|w13 or w2|kind"``.
 
 Each peer gets one timed layer: group, gate_up, activation, down, weighted sum; block sizes and
 kernels by the library's own rules.

@@ -190,3 +190,21 @@ def test_number_of_launches(path, launches):
     ids = torch.zeros((4, 2), dtype=torch.int32)
     found = layer_launches(layer, x, ids, torch.zeros((4, 2)), torch.empty_like(x), PATHS[path])
     assert len(found) == launches
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_backend_run_pads_odd_sizes(tokens):
+    """The whole backend with its own starting point: hidden 96 pads to 128, inner 48 to 64."""
+    from autosel.backends.wna16_tiled import Wna16TiledBackend
+    from autosel.core import Routing
+
+    problem = make_problem(8, 96, 48)
+    experts = make_experts(problem)
+    gen = torch.Generator().manual_seed(3)
+    x = torch.randn((tokens, 96), generator=gen).bfloat16()
+    ids = torch.rand((tokens, 8), generator=gen).topk(2, 1).indices.to(torch.int32)
+    weights = torch.rand((tokens, 2), generator=gen)
+    out = torch.full_like(x, float("nan"))
+    packed = Wna16Tiled().pack(experts)
+    Wna16TiledBackend().run(packed, x, Routing(ids, weights), {}, out)
+    assert relative_error(out, layer_reference(experts, x, ids, weights)) < TOLERANCE
