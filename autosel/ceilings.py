@@ -16,11 +16,11 @@ from autosel.timing_cpu import flush_bytes as cpu_flush_bytes
 from autosel.timing_gpu import flush_bytes as gpu_flush_bytes
 
 #: Seconds for each figure: repeats stop after that, and the product is kept small enough.
-PATIENCE_S = 0.15
+PATIENCE_S = 0.5
 
 
-def measure_ceilings(device: Device, dtype: str = "bfloat16", *, repeats: int = 7) -> Ceilings:
-    """Measure ``device`` (the one torch uses) in about half a second; the best run counts.
+def measure_ceilings(device: Device, dtype: str = "bfloat16", *, repeats: int = 15) -> Ceilings:
+    """Measure ``device`` (the one torch uses) in a second or two; the best run counts.
 
     The read sums a float32 buffer well over the last-level cache. The product is a square one in
     ``dtype`` or in float32, whichever is faster: a CPU without 16-bit arithmetic computes in

@@ -119,7 +119,8 @@ def _footer(
         )
     lines = [
         f"{machine}; measured {_day(when)}",
-        f"{shown} Ahead by: how much longer the runner-up takes; tie: not settled by the samples.",
+        f"{shown} Ahead by: how much longer the runner-up takes; "
+        "tie or ?: not settled by the samples.",
     ]
     if any(m.accuracy == "a8" and m.status == "ok" for m in measurements):
         lines.append("a8: quantises activations to 8 bits inside; chosen only where allowed.")

@@ -17,6 +17,7 @@ from autosel.core import Decision, Measurement, Problem
 from autosel.errors import AutoselError, field_error
 from autosel.plot_style import Caption, Frame, Style, drawing, new_frame, styles
 from autosel.roofline import Ceilings, roofline
+from autosel.words import settled_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,16 @@ LATENCY_COLUMNS = (
     "series", "backend", "accuracy", "num_tokens", "candidate", "samples",
     "rank_us", "median_us", "q25_us", "q75_us",
 )  # fmt: skip
-WINNER_COLUMNS = ("low", "high", "measured", "series", "candidate", "winner_us", "margin", "tie")
+WINNER_COLUMNS = (
+    "low",
+    "high",
+    "measured",
+    "series",
+    "candidate",
+    "winner_us",
+    "margin",
+    "settled",
+)
 ROOFLINE_COLUMNS = ("num_tokens", "experts_hit", "bytes", "flops", "time_us", "bound")
 
 CHOSEN, BOUND = "chosen", "roofline"
@@ -83,7 +93,7 @@ def winner_data(decisions: Iterable[Decision]) -> pd.DataFrame:
             "candidate": item.winner.key,
             "winner_us": item.winner_us,
             "margin": item.margin,
-            "tie": item.tie,
+            "settled": settled_text(item),
         }
         for item in sorted(decisions, key=lambda d: d.bucket.low)
     ]
@@ -231,7 +241,9 @@ def _draw_strip(axes: Axes, winners: pd.DataFrame, style: dict[str, Style]) -> N
         look = style[row["series"]]
         axes.axvspan(start, end, facecolor=look.colour, alpha=0.2, edgecolor="none")
         axes.axvline(start, color="white", linewidth=1.2)
-        text = "tie" if row["tie"] else "" if pd.isna(row["margin"]) else f"{row['margin']:.0%}"
+        text = "" if pd.isna(row["margin"]) else f"{row['margin']:.0%}"
+        if row["settled"] != "yes":
+            text = "tie" if row["settled"] == "no: tie" else f"{text}?"
         if inches * np.log(end / start) / np.log(right / left) > 0.27:
             axes.text((start * end) ** 0.5, 0.25, text, ha="center", va="center", fontsize=6.5)
         if not runs or runs[-1][0] != row["series"]:

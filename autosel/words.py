@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autosel.core import Device, Problem, QuantScheme
+from autosel.core import Decision, Device, Problem, QuantScheme
+from autosel.decide import TIED, UNSETTLED
 
 
 def scheme_text(scheme: QuantScheme) -> str:
@@ -54,3 +55,16 @@ def device_text(device: Device) -> str:
 def versions_text(device: Device) -> str:
     """``torch 2.13.0, triton 3.7.1``."""
     return ", ".join(f"{package} {version}" for package, version in device.versions)
+
+
+def settled_text(decision: Decision) -> str:
+    """Whether another run may choose otherwise: ``yes``, ``no: tie`` or ``no: 2 too noisy``.
+
+    A tie is a rival as fast as the winner; too noisy are rivals that look clearly slower but whose
+    samples do not settle it.
+    """
+    if not decision.tie:
+        return "yes"
+    noisy = sum(other.reason.startswith(UNSETTLED) for other in decision.rejected)
+    tied = any(other.reason.startswith(TIED) for other in decision.rejected)
+    return "no: tie" if tied or not noisy else f"no: {noisy} too noisy"

@@ -105,7 +105,7 @@ def test_winner_table():
     assert table["series"].tolist() == ["a (a8)", "b"]
     assert table["high"].tolist()[0] == 4
     assert table["high"].isna().tolist() == [False, True]
-    assert table["tie"].tolist() == [False, True]
+    assert table["settled"].tolist() == ["yes", "no: tie"]
 
 
 def test_roofline_table_uses_the_experts_really_hit():

@@ -8,6 +8,7 @@ from autosel.cli.report import Table
 from autosel.cli.text import percent_text, time_text, tokens_text
 from autosel.core import Decision
 from autosel.decide import NothingUsable
+from autosel.words import settled_text
 
 Outcomes = Sequence[Decision | NothingUsable]
 
@@ -31,7 +32,7 @@ def _row(outcome: Decision | NothingUsable) -> tuple[str, ...]:
         _runner_up(outcome),
         percent_text(outcome.margin),
         interval_text(outcome),
-        "no: tie" if outcome.tie else "yes",
+        settled_text(outcome),
     )
 
 

@@ -14,6 +14,7 @@ from autosel.cli.report import note
 from autosel.cli.text import one_line, time_text, tokens_text
 from autosel.core import Candidate, Decision, Device, Measurement, Problem
 from autosel.tune_types import Observer
+from autosel.words import settled_text
 
 #: What a step's short name means to people.
 _DOING = {
@@ -111,7 +112,8 @@ class SweepProgress(Observer):
 
     def decided(self, decision: Decision) -> None:
         took = time_text(decision.winner_us)
-        tie = " (tie)" if decision.tie else ""
+        settled = settled_text(decision).removeprefix("no: ")
+        tie = f" ({settled})" if decision.tie else ""
         self._say(f"{tokens_text(decision.bucket.label)}: {decision.winner.key} {took}{tie}")
         if self._live is not None:
             for task in self._live.task_ids:

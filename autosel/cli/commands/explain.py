@@ -140,14 +140,16 @@ def _decision(decision: Decision, measured: str | None) -> Table:
 
 
 def margin_text(decision: Decision) -> str:
-    """``12.3 % (95 % interval 11.0 to 13.6 %)``, ``tie (...)`` or ``-``."""
+    """``12.3 % (95 % interval 11.0 to 13.6 %)``, ``tie: ...``, ``1 too noisy: ...`` or ``-``."""
+    from autosel.words import settled_text
+
     if decision.margin is None:
         return "-"
     text = percent_text(decision.margin)
     if decision.margin_interval is not None:
         low, high = decision.margin_interval
         text += f" (95 % interval {percent_text(low).removesuffix(' %')} to {percent_text(high)})"
-    return f"tie: {text}" if decision.tie else text
+    return f"{settled_text(decision).removeprefix('no: ')}: {text}" if decision.tie else text
 
 
 def _rejected(answer: Explanation) -> list[Table]:

@@ -1,0 +1,40 @@
+"""Layers, devices and decisions in words."""
+
+from dataclasses import replace
+
+import pytest
+
+from autosel.core import Candidate, Decision, Problem, QuantScheme, Rejected, TokenBucket
+from autosel.decide import SLOWER, TIED, UNSETTLED
+from autosel.words import settled_text
+
+SCHEME = QuantScheme(4, 32, True)
+DECISION = Decision(
+    problem=Problem(8, 8, 2, 64, 64, SCHEME, SCHEME),
+    bucket=TokenBucket(1, None, 1),
+    routing="uniform",
+    winner=Candidate("fast"),
+    winner_us=1.0,
+    runner_up=Candidate("other"),
+    runner_up_us=2.0,
+    margin=1.0,
+    margin_interval=(0.9, 1.1),
+    tie=True,
+    why="",
+)
+
+
+@pytest.mark.parametrize(
+    ("tie", "words", "expected"),
+    [
+        (False, [SLOWER], "yes"),
+        (True, [TIED, SLOWER], "no: tie"),
+        (True, [UNSETTLED, UNSETTLED, SLOWER], "no: 2 too noisy"),
+        (True, [TIED, UNSETTLED], "no: tie"),
+    ],
+)
+def test_a_tie_is_told_from_rivals_that_are_too_noisy(tie, words, expected):
+    others = tuple(
+        Rejected(Candidate(f"rival{i}"), "ok", f"{word} 3 %") for i, word in enumerate(words)
+    )
+    assert settled_text(replace(DECISION, tie=tie, rejected=others)) == expected
