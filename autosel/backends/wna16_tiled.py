@@ -88,14 +88,13 @@ class Wna16TiledBackend(Backend):
         _rules.activation(needs, problem)
         needs.one_of("activations' dtype", problem.act_dtype, ("bfloat16", "float16"))
         for name, scheme, _, _ in _rules.gemms(problem):
-            needs.one_of(f"{name} scale dtype", scheme.scale_dtype, (problem.act_dtype,))
             size = scheme.group_size
             fits = size == -1 or (size >= 32 and size & (size - 1) == 0)
             needs.need(fits, f"{name} group size", size, "-1, or a power of two of at least 32")
         return Support(self.available(device).reasons + needs.support.reasons)
 
     def layout(self, problem: Problem, params: Params) -> Layout:
-        return Wna16Tiled()
+        return Wna16Tiled(problem.act_dtype)
 
     def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
         from autosel.kernels import wna16_space

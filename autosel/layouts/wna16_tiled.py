@@ -26,20 +26,20 @@ gather of ``x``.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from autosel.canonical import expert_codes
+from autosel.canonical import check_experts, expert_codes
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
-from autosel.errors import UnsupportedError, field_error
+from autosel.dtypes import torch_dtype
 from autosel.interfaces import Layout, PackedExperts
+from autosel.layouts import _common as common
 from autosel.packing import pack_last
 
 TILE_ROWS, TILE_K = 16, 64
-
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 # ------------------------------------------------------------------ tiles (pure functions)
@@ -134,170 +134,149 @@ class Sizes:
 
 
 # ------------------------------------------------------------------ the layout
-def _pad(t: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
-    return torch.nn.functional.pad(t, (0, cols - t.shape[1], 0, rows - t.shape[0]))
-
-
 def _pad_shards(t: torch.Tensor, shards: int, rows: int, cols: int) -> torch.Tensor:
     """Pad every shard's rows; ``[shards * r, c]`` to ``[shards * rows, cols]``."""
-    return torch.cat([_pad(part, rows, cols) for part in t.chunk(shards, 0)])
-
-
-def _order(g_idx: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    """Stable order of inputs by group; every group but the last must be full."""
-    order = torch.argsort(g_idx.long(), stable=True)
-    expected = torch.arange(len(g_idx), device=g_idx.device) // scheme.group_size
-    if not torch.equal(g_idx.long()[order], expected):
-        raise UnsupportedError(
-            field_error("g_idx", "group lengths", "uneven", f"{scheme.group_size} inputs each")
-        )
-    return order
+    return torch.cat([common.pad2(part, rows, cols) for part in t.chunk(shards, 0)])
 
 
 @dataclass(frozen=True)
 class Wna16Tiled(Layout):
-    """See the module's text."""
+    """See the module's text. ``act_dtype`` is also the dtype of scales.
+
+    Scales in another dtype are cast. A cast that only rounds (float16 to bfloat16) is named in
+    ``meta["rounded"]`` and :meth:`unpack` then returns the rounded scales; one that would lose
+    their range raises UnsupportedError. Otherwise the round trip is exact.
+    """
 
     name: ClassVar[str] = "wna16_tiled"
+    act_dtype: str = "bfloat16"
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}-{self.act_dtype}"
 
     def nbytes(self, problem: Problem) -> int:
         sizes, experts = Sizes.of(problem), problem.num_local_experts
         rows13 = problem.num_shards * sizes.intermediate
         total = 0
-        for scheme, rows, inputs, group in (
-            (problem.w13, rows13, sizes.hidden, sizes.group13),
-            (problem.w2, sizes.hidden, sizes.intermediate, sizes.group2),
+        for scheme, rows, inputs, group, logical in (
+            (problem.w13, rows13, sizes.hidden, sizes.group13, problem.hidden_size),
+            (problem.w2, sizes.hidden, sizes.intermediate, sizes.group2, problem.intermediate_size),
         ):
             pair_bytes = 2 if scheme.symmetric else 4  # scales, and zero points as 16-bit
             total += rows * inputs * scheme.num_bits // 8 + rows * (inputs // group) * pair_bytes
-        if problem.has_bias:
-            total += (rows13 + sizes.hidden) * 4
-        if problem.w13.has_g_idx:
-            total += problem.hidden_size * 4
-        if problem.w2.has_g_idx:
-            total += problem.intermediate_size * 4
+            if problem.has_bias:
+                total += rows * 4
+            if common.keeps_order(scheme, logical):
+                total += logical * 4
         return total * experts
 
     def pack(self, experts: CanonicalExperts) -> PackedExperts:
+        check_experts(experts)
         problem = experts.problem
-        sizes, shards = Sizes.of(problem), problem.num_shards
-        for scheme in (problem.w13, problem.w2):
-            if scheme.scale_dtype not in _DTYPES:
-                raise UnsupportedError(
-                    field_error("scales", "dtype", scheme.scale_dtype, "bfloat16 or float16")
-                )
-        columns: dict[str, list[torch.Tensor]] = {}
-        for e in range(problem.num_local_experts):
-            for name, tensor in self._pack_expert(experts, e, sizes, shards).items():
-                columns.setdefault(name, []).append(tensor)
-        tensors = {name: torch.stack(parts).contiguous() for name, parts in columns.items()}
-        meta: dict[str, Any] = {"sizes": sizes}
-        if experts.w13.bias is not None:
-            meta["bias_dtype"] = experts.w13.bias.dtype
-        return PackedExperts(self.key, problem, tensors, meta)
-
-    def _pack_expert(
-        self, experts: CanonicalExperts, e: int, sizes: Sizes, shards: int
-    ) -> dict[str, torch.Tensor]:
-        out: dict[str, torch.Tensor] = {}
-        w13, w2 = experts.w13, experts.w2
-        inner_order = None
-        if w2.g_idx is not None:
-            inner_order = _order(w2.g_idx[e], w2.scheme)
-            out["inner_order"] = inner_order.to(torch.int32)
-        if w13.g_idx is not None:
-            out["x_order"] = _order(w13.g_idx[e], w13.scheme).to(torch.int32)
-
-        def rows13(t: torch.Tensor, cols: int) -> torch.Tensor:
-            """w13 rows: reorder to w2's inputs, pad each shard, interleave gate and up."""
-            if inner_order is not None:
-                t = torch.cat([part[inner_order] for part in t.chunk(shards, 0)])
-            t = _pad_shards(t, shards, sizes.intermediate, cols)
-            return interleave_shards(t) if shards == 2 else t
-
-        def rows2(t: torch.Tensor, cols: int) -> torch.Tensor:
-            return _pad(t, sizes.hidden, cols)
-
-        for name, weight, place, inputs, group, order in (
-            ("13", w13, rows13, sizes.hidden, sizes.group13, out.get("x_order")),
-            ("2", w2, rows2, sizes.intermediate, sizes.group2, inner_order),
-        ):
-            codes = expert_codes(weight, e)  # [N, K]
-            if order is not None:
-                codes = codes[:, order.long()]
-            groups = inputs // group
-            bits = weight.scheme.num_bits
-            out[f"w{name}"] = pack_codes(place(codes, inputs), bits)
-            out[f"s{name}"] = pack_pairs(place(weight.scales[e], groups))
-            if weight.zero_points is not None:
-                zeros = weight.zero_points[e].to(torch.int16)
-                out[f"z{name}"] = pack_pairs(place(zeros, groups))
-            if weight.bias is not None:
-                bias = weight.bias[e].float()[:, None]
-                out[f"b{name}"] = place(bias, 1)[:, 0]
-        return out
+        sizes, count = Sizes.of(problem), problem.num_local_experts
+        dtype = torch_dtype(self.act_dtype)
+        stacks: common.Parts = {}
+        for e in range(count):
+            common.fill(stacks, e, count, _pack_expert(experts, e, sizes, dtype))
+        meta: dict[str, Any] = {
+            "sizes": sizes,
+            "rounded": common.rounded(experts, dtype),
+            "bias_dtypes": common.bias_dtypes(experts),
+        }
+        return PackedExperts(self.key, problem, stacks, meta)
 
     def unpack(self, packed: PackedExperts) -> CanonicalExperts:
         problem, sizes = packed.problem, packed.meta["sizes"]
-        shards = problem.num_shards
-        parts: dict[str, list[dict[str, torch.Tensor]]] = {"13": [], "2": []}
-        for e in range(problem.num_local_experts):
+        count, dtype = problem.num_local_experts, torch_dtype(self.act_dtype)
+        fields: dict[str, common.Parts] = {"13": {}, "2": {}}
+        for e in range(count):
             tensors = {name: t[e] for name, t in packed.tensors.items()}
-            inner = tensors.get("inner_order")
-            for name in parts:
-                parts[name].append(_unpack_expert(problem, sizes, shards, name, tensors, inner))
-
-        def weight(name: str, scheme: QuantScheme, inputs: int) -> QuantWeight:
-            fields: dict[str, Any] = {
-                key: torch.stack([p[key] for p in parts[name]]) for key in parts[name][0]
-            }
-            return QuantWeight(scheme, inputs, **fields)
-
-        w13 = weight("13", problem.w13, problem.hidden_size)
-        w2 = weight("2", problem.w2, problem.intermediate_size)
-        if w13.bias is not None and w2.bias is not None:
-            dtype = packed.meta["bias_dtype"]
-            w13 = replace(w13, bias=w13.bias.to(dtype))
-            w2 = replace(w2, bias=w2.bias.to(dtype))
-        return CanonicalExperts(problem, w13, w2)
+            for name, parts in fields.items():
+                common.fill(parts, e, count, _unpack_gemm(problem, sizes, name, tensors, dtype))
+        dtypes = packed.meta["bias_dtypes"]
+        weights = []
+        for name, scheme, inputs in (
+            ("13", problem.w13, problem.hidden_size),
+            ("2", problem.w2, problem.intermediate_size),
+        ):
+            weight = QuantWeight(scheme, inputs, **fields[name])
+            weight = common.with_single_group_index(weight)
+            weights.append(common.with_bias_dtype(weight, dtypes.get(f"w{name}")))
+        return CanonicalExperts(problem, *weights)
 
 
-def _unpack_expert(
+def _pack_expert(
+    experts: CanonicalExperts, e: int, sizes: Sizes, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    out: dict[str, torch.Tensor] = {}
+    shards = experts.problem.num_shards
+    order13 = common.kept_order(experts.w13, e, "w13")
+    order2 = common.kept_order(experts.w2, e, "w2")
+    for name, order in (("x_order", order13), ("inner_order", order2)):
+        if order is not None:
+            out[name] = order.to(torch.int32)
+
+    def rows13(t: torch.Tensor, cols: int) -> torch.Tensor:
+        """w13 rows: reorder to w2's inputs, pad each shard, interleave gate and up."""
+        t = common.fold_w2_order(t, order2, shards)
+        t = _pad_shards(t, shards, sizes.intermediate, cols)
+        return interleave_shards(t) if shards == 2 else t
+
+    def rows2(t: torch.Tensor, cols: int) -> torch.Tensor:
+        return common.pad2(t, sizes.hidden, cols)
+
+    for name, weight, place, inputs, group, order in (
+        ("13", experts.w13, rows13, sizes.hidden, sizes.group13, order13),
+        ("2", experts.w2, rows2, sizes.intermediate, sizes.group2, order2),
+    ):
+        codes = expert_codes(weight, e)  # [N, K]
+        if order is not None:
+            codes = codes[:, order]
+        groups = inputs // group
+        scales = common.cast_scales(weight.scales[e], dtype, f"w{name}.scales of expert {e}")
+        out[f"w{name}"] = pack_codes(place(codes, inputs), weight.scheme.num_bits)
+        out[f"s{name}"] = pack_pairs(place(scales, groups))
+        if weight.zero_points is not None:
+            out[f"z{name}"] = pack_pairs(place(weight.zero_points[e].to(torch.int16), groups))
+        if weight.bias is not None:
+            out[f"b{name}"] = place(weight.bias[e].float()[:, None], 1)[:, 0]
+    return out
+
+
+def _unpack_gemm(
     problem: Problem,
     sizes: Sizes,
-    shards: int,
     name: str,
-    tensors: dict[str, torch.Tensor],
-    inner: torch.Tensor | None,
+    tensors: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
     first = name == "13"
     scheme = problem.w13 if first else problem.w2
     inputs = problem.hidden_size if first else problem.intermediate_size
     outputs = problem.intermediate_size if first else problem.hidden_size
+    shards, inner = problem.num_shards if first else 1, tensors.get("inner_order")
     order = tensors.get("x_order") if first else inner
+    back = torch.argsort(inner.long()) if first and inner is not None else None
 
     def place(t: torch.Tensor, cols: int) -> torch.Tensor:
-        if first and shards == 2:
+        if shards == 2:
             t = split_shards(t)
-        t = torch.cat([part[:outputs, :cols] for part in t.chunk(shards if first else 1, 0)])
-        if first and inner is not None:
-            back = torch.argsort(inner.long())
-            t = torch.cat([part[back] for part in t.chunk(shards, 0)])
-        return t
+        t = torch.cat([part[:outputs, :cols] for part in t.chunk(shards, 0)])
+        return common.fold_w2_order(t, back, shards)
 
     codes = place(unpack_codes(tensors[f"w{name}"], scheme.num_bits), inputs)
     groups = scheme.num_groups(inputs)
     out: dict[str, torch.Tensor] = {}
     if order is not None:
-        back = torch.argsort(order.long())
-        codes = codes[:, back]
-        out["g_idx"] = (back // scheme.group_size).to(torch.int32)
+        codes = codes[:, torch.argsort(order.long())]
+        out["g_idx"] = common.group_index_of(order, scheme, inputs)
     out["codes"] = pack_last(codes, scheme.num_bits)
-    out["scales"] = place(unpack_pairs(tensors[f"s{name}"], _DTYPES[scheme.scale_dtype]), groups)
+    scales = place(unpack_pairs(tensors[f"s{name}"], dtype), groups)
+    out["scales"] = scales.to(common.scale_dtype(scheme))
     if f"z{name}" in tensors:
-        out["zero_points"] = place(unpack_pairs(tensors[f"z{name}"], torch.int16), groups).to(
-            torch.uint8
-        )
+        zeros = place(unpack_pairs(tensors[f"z{name}"], torch.int16), groups)
+        out["zero_points"] = zeros.to(torch.uint8)
     if f"b{name}" in tensors:
         out["bias"] = place(tensors[f"b{name}"][:, None], 1)[:, 0]
     return out

@@ -43,7 +43,7 @@ def make_weight(
     if not scheme.symmetric:
         zeros = torch.randint(0, top, (experts, outputs, groups), dtype=torch.uint8, generator=gen)
     if scheme.has_g_idx:
-        base = torch.arange(inputs) // scheme.group_size
+        base = torch.arange(inputs) // (inputs if scheme.group_size == -1 else scheme.group_size)
         g_idx = torch.stack([base[torch.randperm(inputs, generator=gen)] for _ in range(experts)])
         g_idx = g_idx.to(torch.int32)
     if bias:

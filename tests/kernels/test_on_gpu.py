@@ -92,7 +92,7 @@ def check(case, params, tokens=7, top_k=2, ids=None):
     if ids is None:
         ids = torch.rand((tokens, 8), generator=gen).topk(top_k, 1).indices.to(torch.int32)
     weights = torch.rand((tokens, top_k), generator=gen)
-    packed = Wna16Tiled().pack(experts)
+    packed = Wna16Tiled(experts.problem.act_dtype).pack(experts)
     tensors = {k: t.cuda() for k, t in packed.tensors.items()}
     layer = tiled_layer(replace(packed, tensors=tensors))
     out = torch.full_like(x, float("nan")).cuda()

@@ -68,7 +68,7 @@ PATHS = {
 def run(case, params, tokens=2, top_k=2, seed=0, ids=None):
     problem = make_problem(top_k=top_k, **case)
     experts = make_experts(problem, seed)
-    layer = tiled_layer(Wna16Tiled().pack(experts))
+    layer = tiled_layer(Wna16Tiled(experts.problem.act_dtype).pack(experts))
     gen = torch.Generator().manual_seed(seed + 1)
     dtype = DTYPES[problem.act_dtype]
     x = (torch.randn((tokens, problem.hidden_size), generator=gen) * 0.5).to(dtype)
@@ -162,7 +162,7 @@ def test_padded_sizes():
 def test_planted_faults_are_seen(fault):
     problem = make_problem()
     experts = make_experts(problem)
-    packed = Wna16Tiled().pack(experts)
+    packed = Wna16Tiled(experts.problem.act_dtype).pack(experts)
     tensors = {k: t.clone() for k, t in packed.tensors.items()}
     if fault == "nibble":
         tensors["w13"][0, 0, 0, 0, 0] ^= 0x8
@@ -185,7 +185,7 @@ def test_planted_faults_are_seen(fault):
 @pytest.mark.parametrize(("path", "launches"), [("decode", 2), ("scan", 3), ("sorted", 4)])
 def test_number_of_launches(path, launches):
     experts = make_experts(make_problem())
-    layer = tiled_layer(Wna16Tiled().pack(experts))
+    layer = tiled_layer(Wna16Tiled(experts.problem.act_dtype).pack(experts))
     x = torch.zeros((4, 128), dtype=torch.bfloat16)
     ids = torch.zeros((4, 2), dtype=torch.int32)
     found = layer_launches(layer, x, ids, torch.zeros((4, 2)), torch.empty_like(x), PATHS[path])
@@ -205,6 +205,6 @@ def test_backend_run_pads_odd_sizes(tokens):
     ids = torch.rand((tokens, 8), generator=gen).topk(2, 1).indices.to(torch.int32)
     weights = torch.rand((tokens, 2), generator=gen)
     out = torch.full_like(x, float("nan"))
-    packed = Wna16Tiled().pack(experts)
+    packed = Wna16Tiled(experts.problem.act_dtype).pack(experts)
     Wna16TiledBackend().run(packed, x, Routing(ids, weights), {}, out)
     assert relative_error(out, layer_reference(experts, x, ids, weights)) < TOLERANCE

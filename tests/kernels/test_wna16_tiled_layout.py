@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from autosel.core import QuantScheme
 from autosel.layouts.wna16_tiled import (
     Wna16Tiled,
     interleave_shards,
@@ -35,7 +38,7 @@ def test_unpack_is_the_exact_inverse(case):
     before = {
         (n, k): t.clone() for n in ("w13", "w2") for k, t in getattr(experts, n).tensors.items()
     }
-    layout = Wna16Tiled()
+    layout = Wna16Tiled(experts.problem.act_dtype)
     packed = layout.pack(experts)
     back = layout.unpack(packed)
     assert back.problem == experts.problem
@@ -80,7 +83,7 @@ def test_interleaving_puts_eight_gate_rows_before_eight_up_rows():
 def test_every_single_changed_word_changes_the_weights():
     """Planted faults: one nibble, one scale, one zero point."""
     experts = make_experts(make_problem(group=32, symmetric=False))
-    layout = Wna16Tiled()
+    layout = Wna16Tiled(experts.problem.act_dtype)
     packed = layout.pack(experts)
     for name, key in (("w2", "codes"), ("s13", "scales"), ("z2", "zero_points")):
         bad = {k: t.clone() for k, t in packed.tensors.items()}
@@ -89,3 +92,27 @@ def test_every_single_changed_word_changes_the_weights():
         weight = "w13" if name.endswith("13") else "w2"
         differing = getattr(broken, weight).tensors[key] != getattr(experts, weight).tensors[key]
         assert int(differing.sum()) == 1
+
+
+def test_scales_of_another_type_are_cast_and_named():
+    """fp16 scales for bf16 activations lose bits, and the packed layer says so."""
+    problem = make_problem()
+    scheme = QuantScheme(4, 32, True, False, "float16")
+    problem = replace(problem, w13=scheme, w2=scheme)
+    experts = make_experts(problem)
+    layout = Wna16Tiled("bfloat16")
+    packed = layout.pack(experts)
+    assert packed.meta["rounded"] == ["w13", "w2"]
+    back = layout.unpack(packed)
+    assert back.w13.scales.dtype == torch.float16
+    expected = experts.w13.scales.bfloat16().half()
+    assert torch.equal(back.w13.scales, expected)
+    assert torch.equal(back.w13.codes, experts.w13.codes)
+
+
+def test_act_order_with_one_group_changes_nothing():
+    experts = make_experts(make_problem(group=-1, act_order=True))
+    layout = Wna16Tiled()
+    packed = layout.pack(experts)
+    assert not {"x_order", "inner_order"} & set(packed.tensors)
+    assert torch.equal(layout.unpack(packed).w2.g_idx, experts.w2.g_idx)
