@@ -114,6 +114,21 @@ class Section:
         )
         return None if value is None else int(value)
 
+    def integer_of_all(self, name: str) -> int | None:
+        """A whole number, also spelt as one per layer (``[8, 8, 8]``) as long as all are equal."""
+        value = self.data.get(name)
+        if not isinstance(value, list):
+            return self.integer(name)
+        for item in value:
+            if not isinstance(item, int) or isinstance(item, bool) or item != value[0]:
+                shown = ", ".join(map(repr, value[:4])) + (", ..." if len(value) > 4 else "")
+                raise ConfigError(
+                    field_error(
+                        self.where(name), "value", f"[{shown}]"[:80], "one integer for all layers"
+                    )
+                )
+        return int(value[0]) if value else None
+
     def number(self, name: str) -> float | None:
         """A finite number, or None when absent or null."""
         value = self._typed(

@@ -28,7 +28,12 @@ TOP_KS = (
     "moe_k",
     "num_selected_experts",
 )
-SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+SHARED_COUNTS = (
+    "n_shared_experts",
+    "num_shared_experts",
+    "num_shared_expert",
+    "moe_num_shared_experts",
+)
 #: The more particular name wins: Nemotron-H has a second activation for its Mamba blocks.
 ACTIVATIONS = ("mlp_hidden_act", "hidden_activation", "hidden_act", "activation_function")
 
@@ -112,7 +117,7 @@ class ModelConfig:
 
     @property
     def hidden_size(self) -> int:
-        return self._count(("hidden_size",))
+        return self._count(("hidden_size",), per_layer=False)
 
     @property
     def intermediate_size(self) -> int | None:
@@ -127,7 +132,7 @@ class ModelConfig:
     def num_shared_experts(self) -> int | None:
         """Always-on experts, or None when the config does not say."""
         name = self.text.first(*SHARED_COUNTS)
-        return None if name is None else self.text.integer(name)
+        return None if name is None else self.text.integer_of_all(name)
 
     @property
     def router_weight_on_input(self) -> bool:
@@ -258,9 +263,11 @@ class ModelConfig:
         found = self.text.number("router_jitter_noise")
         return 0.01 if found is None else found  # the model class's own default
 
-    def _count(self, names: tuple[str, ...]) -> int:
+    def _count(self, names: tuple[str, ...], *, per_layer: bool = True) -> int:
+        """A size of at least 1; ``per_layer``: it may be spelt once a layer, as Hunyuan's are."""
         name = self.text.first(*names)
-        value = None if name is None else self.text.integer(name)
+        read = self.text.integer_of_all if per_layer else self.text.integer
+        value = None if name is None else read(name)
         if value is None or value < 1:
             raise ConfigError(
                 field_error(self.text.where(name or names[0]), "value", value, "at least 1")

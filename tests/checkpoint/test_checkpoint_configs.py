@@ -269,7 +269,7 @@ def test_infinity_nan_marks_and_truncation(tmp_path: Path) -> None:
     assert "config.json: file: found none" in refusal(folder)
 
 
-@pytest.mark.parametrize("value", ["NaN", "Infinity", '"4"', "true", "4.5", "[4]", "0"])
+@pytest.mark.parametrize("value", ["NaN", "Infinity", '"4"', "true", "4.5", "[4, 5]", "0"])
 @pytest.mark.parametrize("field", ["hidden_size", "num_experts", "num_experts_per_tok"])
 def test_needed_fields_of_a_wrong_kind(tmp_path: Path, field: str, value: str) -> None:
     folder = make(tmp_path)
@@ -451,3 +451,27 @@ def test_an_unquantised_model_lists_its_layers(tmp_path: Path) -> None:
         made.unquantise(module)
     layer = Checkpoint.open(made.write(tmp_path / "plain")).layers[0]
     assert (layer.status, layer.reason) == ("unquantized", "all its weights are stored as BF16")
+
+
+@pytest.mark.parametrize(
+    "spelling", ["num_experts", "num_experts_per_tok", "moe_intermediate_size"]
+)
+def test_a_size_given_once_a_layer(tmp_path: Path, spelling: str) -> None:
+    """Hunyuan's configs give some sizes as lists: equal entries are one size, others refused."""
+    made = Made(layers=2)
+    size = made.config[spelling]
+    folder = made.write(tmp_path / "plain")
+    plain = [problem_of(folder, layer) for layer in (0, 1)]
+
+    rewrite(folder, lambda config: config.update({spelling: [size, size]}))
+    assert [problem_of(folder, layer) for layer in (0, 1)] == plain
+
+    for wrong in ([size, size + 1], [size, True], [], [[size]], [float(size)]):
+        rewrite(folder, lambda config, wrong=wrong: config.update({spelling: wrong}))
+        try:
+            said = Checkpoint.open(folder).layer(0).reason
+        except AutoselError as exc:
+            said = str(exc)
+        assert "config.json:" in said
+        assert spelling in said
+        assert "\n" not in said
