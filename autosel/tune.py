@@ -8,6 +8,7 @@ sweep goes on where it stopped.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -145,15 +146,14 @@ class _Sweep:
                     self.defaults.add(self.bench.candidate(backend, space.default))
         except CAUGHT as error:
             outcome = failed(error, f"{backend.name} supports")
-            return [self._unless_known(Candidate.of(backend.name), num_tokens, outcome, stored)]
+            return [self._unless_known(backend, {}, num_tokens, outcome, stored)]
         if not support:
             outcome = ("unsupported", str(support))
-            return [self._unless_known(Candidate.of(backend.name), num_tokens, outcome, stored)]
+            return [self._unless_known(backend, {}, num_tokens, outcome, stored)]
         rows = []
         if illegal is not None:
-            default = Candidate.of(backend.name, space.default)
             outcome = ("unsupported", f"its default setting is illegal here: {illegal}")
-            rows.append(self._unless_known(default, num_tokens, outcome, stored))
+            rows.append(self._unless_known(backend, space.default, num_tokens, outcome, stored))
         if len(points) <= FINALISTS:
             return rows + [self._attempt(backend, p, num_tokens, stored) for p in points]
         # A token count is stored as a whole, so that any row of a searched backend means done.
@@ -162,13 +162,18 @@ class _Sweep:
 
     def _unless_known(
         self,
-        candidate: Candidate,
+        backend: Backend,
+        params: Params,
         num_tokens: int,
         outcome: tuple[Status, str],
         stored: Mapping[Candidate, Measurement],
     ) -> Measurement:
         """A row for what never ran; the stored one where it says the same."""
+        candidate = Candidate.of(backend.name, params)
         row = self.bench.row(candidate, num_tokens, *outcome)
+        # A backend that cannot even say that has its reason in the row already.
+        with contextlib.suppress(*CAUGHT):
+            row = replace(row, accuracy=backend.accuracy(params))
         known = stored.get(candidate)
         return known if known and (known.status, known.reason) == outcome else row
 
