@@ -75,7 +75,10 @@ class Chooser:
         self._failed: dict[Candidate, str] = {}
         timing = tuple(sorted(COLD.items()))
         with opened_database(db) as store:
-            self._untuned = explain(store, problem, device, 1, routing=routing).why
+            try:
+                self._untuned = explain(store, problem, device, 1, routing=routing).why
+            except AutoselError as error:  # rows that do not go together: words are all it costs
+                self._untuned = str(error)
             known = bool(device.name.strip())  # nothing stored is about an unknown device
             self._rows = (
                 store.measurements(problem, device, routing, timing=timing) if known else []

@@ -50,7 +50,13 @@ def load_moe_layers(
         # Opened once for all layers; a layer that has news later opens the file again.
         kept = db if isinstance(db, Store) or store.path is None else store.path
         for index in wanted:
-            loaded[index] = FusedMoE.from_checkpoint(path, index, device=device, db=kept, **options)
+            rule = {
+                "router": opened.layer(index).router,
+                "correction_bias": opened.router(index).get("e_score_correction_bias"),
+            }
+            loaded[index] = FusedMoE.from_checkpoint(
+                path, index, device=device, db=kept, **{**rule, **options}
+            )
             if progress is not None:
                 progress(len(loaded), len(wanted))
     return loaded

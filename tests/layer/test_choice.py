@@ -234,6 +234,33 @@ def test_a_winner_that_fails_in_a_call_hands_the_call_over(store, device):
             assert served(layer_of(store)) == [("1+", "second")]
 
 
+def test_threads_that_meet_a_failing_winner_withdraw_it_once(store, device, tmp_path):
+    """Each call is answered rightly, whoever comes first."""
+    import threading
+
+    path = store.path
+    with registered(broken=faulty("run"), second=fake()):
+        times = {4: {named("broken", "other"): 10, named("second"): 30}}
+        store_times(store, PROBLEM, device, times)
+        layer = FusedMoE.from_source(RandomSource(PROBLEM), db=path)
+        right: list[bool] = []
+        threads = [
+            threading.Thread(target=lambda: right.append(is_right(layer, 5))) for _ in range(8)
+        ]
+
+        def run_all():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+
+        with pytest.warns(WithdrawnWarning) as caught:
+            run_all()
+        assert right == [True] * 8
+        assert len(caught) == 1
+        assert served(layer) == [("1+", "second")]
+
+
 def test_out_of_memory_in_a_call_is_the_callers_and_nothing_is_withdrawn(store, device):
     def starve(params):
         if starved:

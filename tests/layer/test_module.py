@@ -382,15 +382,16 @@ class Block(nn.Module):
         return x + self.experts.apply_monolithic(x, self.gate(x))
 
 
-def test_compiled_without_a_graph_break(emulated):
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_without_a_graph_break(emulated, backend):
     torch._dynamo.reset()
     block = Block(emulated)
-    compiled = torch.compile(block, fullgraph=True, backend="eager")
+    compiled = torch.compile(block, fullgraph=True, backend=backend)
     with torch.no_grad():
         for shape in ((3, H), (2, 3, H), (7, H), (11, H)):
             x = torch.randn(shape).to(torch.bfloat16)
             assert torch.equal(compiled(x), block(x))
-    topk = torch.compile(emulated, fullgraph=True, backend="eager")
+    topk = torch.compile(emulated, fullgraph=True, backend=backend)
     x, ids, weights = inputs(5)
     assert torch.equal(topk(x, ids, weights), emulated(x, ids, weights))
 
