@@ -7,11 +7,16 @@ from collections.abc import Callable
 import torch
 
 from autosel.activations import activate
-from autosel.core import Routing
+from autosel.core import Problem, Routing
 from autosel.interfaces import PackedExperts
 
-#: ``(expert, rows [R, K]) -> [R, N]`` of one GEMM, without the bias.
-Linear = Callable[[int, torch.Tensor], torch.Tensor]
+#: ``("w13" or "w2", expert, rows [R, K]) -> [R, N]``: one GEMM, without the bias.
+Linear = Callable[[str, int, torch.Tensor], torch.Tensor]
+
+
+def compute_dtypes(problem: Problem) -> tuple[str, ...]:
+    """Dtypes to multiply in: that of the activations first, then float32."""
+    return tuple(dict.fromkeys((problem.act_dtype, "float32")))
 
 
 def run_per_expert(
@@ -20,12 +25,11 @@ def run_per_expert(
     routing: Routing,
     out: torch.Tensor,
     dtype: torch.dtype,
-    w13: Linear,
-    w2: Linear,
+    linear: Linear,
 ) -> torch.Tensor:
     """Group the slots by expert and write the weighted sum of ``w2(act(w13(x)))`` into ``out``.
 
-    Rows reach ``w13`` and ``w2`` in ``dtype``; biases (``w13_bias``, ``w2_bias`` of ``packed``,
+    Rows reach ``linear`` in ``dtype``; biases (``w13_bias``, ``w2_bias`` of ``packed``,
     float32), the activation and the sum over slots are computed in float32.
     """
     problem = packed.problem
@@ -41,10 +45,10 @@ def run_per_expert(
         inputs = x[rows]  # [R, H]
         if problem.router_weight_on_input:
             inputs = inputs.float() * weight
-        h = w13(expert, inputs.to(dtype)).float()  # [R, s*I]
+        h = linear("w13", expert, inputs.to(dtype)).float()  # [R, s*I]
         if bias13 is not None:
             h = h + bias13[expert]
-        y = w2(expert, activate(h, problem.activation).to(dtype)).float()  # [R, H]
+        y = linear("w2", expert, activate(h, problem.activation).to(dtype)).float()  # [R, H]
         if bias2 is not None:
             y = y + bias2[expert]
         if not problem.router_weight_on_input:

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from autosel.activations import activate
-from autosel.backends._per_expert import run_per_expert
+from autosel.backends._per_expert import compute_dtypes, run_per_expert
 from autosel.core import Device, Params, Problem, Reason, Routing, Support
 from autosel.dtypes import torch_dtype
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
@@ -51,7 +51,7 @@ class Emulation(Backend):
         )
 
     def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
-        dtypes = tuple(dict.fromkeys((problem.act_dtype, "float32")))
+        dtypes = compute_dtypes(problem)
         grouped = _has_grouped(problem, device)
         kinds = {"cpu": ("linear", "onednn")}.get(device.kind, ("grouped", "linear"))
 
@@ -104,15 +104,7 @@ class Emulation(Backend):
                 return functional.linear(rows, tensors[name][expert])
 
             linear = plain
-        return run_per_expert(
-            packed,
-            x,
-            routing,
-            out,
-            dtype,
-            lambda expert, rows: linear("w13", expert, rows),
-            lambda expert, rows: linear("w2", expert, rows),
-        )
+        return run_per_expert(packed, x, routing, out, dtype, linear)
 
 
 def _has_grouped(problem: Problem, device: Device) -> Support:

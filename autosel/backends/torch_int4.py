@@ -6,26 +6,21 @@ from typing import ClassVar
 
 import torch
 
-from autosel.backends._per_expert import run_per_expert
-from autosel.core import Device, Params, Problem, Routing, Support
-from autosel.dtypes import torch_dtype
-from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
+from autosel.backends._aten import AtenMatmul, compute_dtype
+from autosel.backends._per_expert import Linear
+from autosel.core import Device, Params, Problem, Support
+from autosel.interfaces import Layout, PackedExperts, Requirements
 from autosel.layouts import _gemms as gemms
 from autosel.layouts.aten_int4 import GROUP_SIZES, OUTPUTS_MULTIPLE, AtenInt4
 
 
-class TorchInt4(Backend):
+class TorchInt4(AtenMatmul):
     """``aten::_weight_int4pack_mm_for_cpu``. Tunable: the dtype it computes in."""
 
     name: ClassVar[str] = "torch_int4"
     summary: ClassVar[str] = "PyTorch's packed int4 CPU matmul for each expert"
-
-    def available(self, device: Device) -> Support:
-        needs = Requirements()
-        needs.one_of("device", device.kind, ("cpu",))
-        present = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-        needs.need(present, "aten::_weight_int4pack_mm_for_cpu", "missing", "torch 2.6 or newer")
-        return needs.support
+    operator: ClassVar[str] = "_weight_int4pack_mm_for_cpu"
+    since: ClassVar[str] = "torch 2.6 or newer"
 
     def supports(self, problem: Problem, device: Device) -> Support:
         needs = Requirements()
@@ -38,25 +33,13 @@ class TorchInt4(Backend):
         return Support(self.available(device).reasons + needs.support.reasons)
 
     def layout(self, problem: Problem, params: Params) -> Layout:
-        return AtenInt4(str(params.get("compute_dtype", _dtypes(problem)[0])))
+        return AtenInt4(compute_dtype(problem, params))
 
-    def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
-        dtypes = _dtypes(problem)
-        return Space({"compute_dtype": dtypes[0]}, {"compute_dtype": dtypes})
-
-    def run(
-        self,
-        packed: PackedExperts,
-        x: torch.Tensor,
-        routing: Routing,
-        params: Params,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        problem, tensors = packed.problem, packed.tensors
-        dtype = torch_dtype(str(params.get("compute_dtype", _dtypes(problem)[0])))
+    def linear(self, packed: PackedExperts) -> Linear:
+        tensors = packed.tensors
         groups = {
             name: gemms.group_inputs(scheme, shape[2])
-            for name, scheme, shape in gemms.schemes(problem)
+            for name, scheme, shape in gemms.schemes(packed.problem)
         }
 
         def linear(name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
@@ -71,17 +54,4 @@ class TorchInt4(Backend):
             )
             return product
 
-        return run_per_expert(
-            packed,
-            x,
-            routing,
-            out,
-            dtype,
-            lambda expert, rows: linear("w13", expert, rows),
-            lambda expert, rows: linear("w2", expert, rows),
-        )
-
-
-def _dtypes(problem: Problem) -> tuple[str, ...]:
-    """Compute dtypes, the act dtype first."""
-    return tuple(dict.fromkeys((problem.act_dtype, "float32")))
+        return linear

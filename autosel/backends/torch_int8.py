@@ -6,10 +6,10 @@ from typing import ClassVar
 
 import torch
 
-from autosel.backends._per_expert import run_per_expert
-from autosel.core import Device, Params, Problem, Routing, Support
-from autosel.dtypes import torch_dtype
-from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
+from autosel.backends._aten import AtenMatmul, compute_dtype
+from autosel.backends._per_expert import Linear
+from autosel.core import Device, Params, Problem, Support
+from autosel.interfaces import Layout, PackedExperts, Requirements
 from autosel.layouts import _gemms as gemms
 from autosel.layouts.aten_int8 import AtenInt8
 
@@ -17,18 +17,13 @@ from autosel.layouts.aten_int8 import AtenInt8
 INPUTS_MULTIPLE = 16
 
 
-class TorchInt8(Backend):
+class TorchInt8(AtenMatmul):
     """``aten::_weight_int8pack_mm``. Tunable: the dtype it computes in."""
 
     name: ClassVar[str] = "torch_int8"
     summary: ClassVar[str] = "PyTorch's packed int8 CPU matmul for each expert, one scale a row"
-
-    def available(self, device: Device) -> Support:
-        needs = Requirements()
-        needs.one_of("device", device.kind, ("cpu",))
-        present = hasattr(torch.ops.aten, "_weight_int8pack_mm")
-        needs.need(present, "aten::_weight_int8pack_mm", "missing", "torch 2.3 or newer")
-        return needs.support
+    operator: ClassVar[str] = "_weight_int8pack_mm"
+    since: ClassVar[str] = "torch 2.3 or newer"
 
     def supports(self, problem: Problem, device: Device) -> Support:
         needs = Requirements()
@@ -41,22 +36,10 @@ class TorchInt8(Backend):
         return Support(self.available(device).reasons + needs.support.reasons)
 
     def layout(self, problem: Problem, params: Params) -> Layout:
-        return AtenInt8(str(params.get("compute_dtype", problem.act_dtype)))
+        return AtenInt8(compute_dtype(problem, params))
 
-    def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
-        dtypes = tuple(dict.fromkeys((problem.act_dtype, "float32")))
-        return Space({"compute_dtype": dtypes[0]}, {"compute_dtype": dtypes})
-
-    def run(
-        self,
-        packed: PackedExperts,
-        x: torch.Tensor,
-        routing: Routing,
-        params: Params,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
+    def linear(self, packed: PackedExperts) -> Linear:
         tensors = packed.tensors
-        dtype = torch_dtype(str(params.get("compute_dtype", packed.problem.act_dtype)))
 
         def linear(name: str, expert: int, rows: torch.Tensor) -> torch.Tensor:
             product: torch.Tensor = torch.ops.aten._weight_int8pack_mm(
@@ -64,12 +47,4 @@ class TorchInt8(Backend):
             )
             return product
 
-        return run_per_expert(
-            packed,
-            x,
-            routing,
-            out,
-            dtype,
-            lambda expert, rows: linear("w13", expert, rows),
-            lambda expert, rows: linear("w2", expert, rows),
-        )
+        return linear
