@@ -41,7 +41,8 @@ def host_arch() -> str:
     return "-mcpu=native" if os.uname().machine == "aarch64" else "-march=native"
 
 
-def _command(cxx: str, flags: tuple[str, ...], out: Path) -> list[str]:
+def command(cxx: str, flags: tuple[str, ...], out: Path) -> list[str]:
+    """The compiler call that makes the library ``out``."""
     return [cxx, *_FLAGS, *flags, "-fopenmp", "-o", str(out), str(_source_dir() / SOURCES[0])]
 
 
@@ -52,7 +53,7 @@ def _digest(cxx: str, flags: tuple[str, ...]) -> str:
         state.update((_source_dir() / name).read_bytes())
     version = subprocess.run([cxx, "--version"], capture_output=True, check=False, timeout=60)
     state.update(version.stdout)
-    state.update(repr(_command(cxx, flags, Path("out"))[1:]).encode())
+    state.update(repr(command(cxx, flags, Path("out"))[1:]).encode())
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         lines = cpuinfo.read_text(errors="replace").splitlines()
@@ -72,9 +73,12 @@ def _build(cxx: str, flags: tuple[str, ...], target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / target.name
-        command = _command(cxx, flags, built)
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+            command(cxx, flags, built),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
         )
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]

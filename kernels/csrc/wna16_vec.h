@@ -46,14 +46,20 @@ inline uint16_t f32_to_bf16(float f) {
     return uint16_t((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
 
+#if defined(__aarch64__)
+typedef __fp16 half_t;  // g++ knows _Float16 in C++ from version 13 on there
+#else
+typedef _Float16 half_t;
+#endif
+
 inline float f16_to_f32(uint16_t bits) {
-    _Float16 h;
+    half_t h;
     std::memcpy(&h, &bits, 2);
     return float(h);
 }
 
 inline uint16_t f32_to_f16(float f) {
-    _Float16 h = _Float16(f);
+    half_t h = half_t(f);
     uint16_t bits;
     std::memcpy(&bits, &h, 2);
     return bits;

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -212,3 +213,15 @@ def test_sanitizers_find_nothing():
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip().endswith("clean")
+
+
+def test_source_compiles_for_arm(tmp_path):
+    """The portable branch is what an Arm machine gets; a cross compiler shows that it is C++."""
+    cross = shutil.which("aarch64-linux-gnu-g++")
+    if cross is None:
+        pytest.skip("no aarch64-linux-gnu-g++ on PATH")
+    done = subprocess.run(
+        native.command(cross, ("-march=armv8-a", "-O1"), tmp_path / "arm.so"),
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
