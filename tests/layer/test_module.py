@@ -18,7 +18,7 @@ from autosel.packing import pack_last
 from autosel.reference import moe
 from autosel.routing_spec import RouterSpec
 from autosel.sources import CheckpointSource, RandomSource
-from tests.fakes import PROBLEM
+from tests.fakes import PROBLEM, Clock, FakeBackend, PlainLayout, registered
 
 H, TOP_K = PROBLEM.hidden_size, PROBLEM.top_k
 
@@ -454,15 +454,22 @@ def test_layers_that_cannot_be_loaded_are_named(get_checkpoint, tmp_path):
 
 def test_from_experts_cannot_pack_again(source, monkeypatch):
     """Its weights are gone after the packing; a candidate that fails later is the end, said so."""
-    layer = FusedMoE.from_experts(source.load())
 
-    def broken(*args):
-        raise RuntimeError("no")
+    def broken(params):
+        if failing:
+            raise RuntimeError("no")
 
-    entry = layer._runtime.entries[0]
-    monkeypatch.setattr(entry.backend, "_run", broken)
-    with pytest.warns(UserWarning, match="withdrawn"), pytest.raises(AutoselError, match="again"):
-        layer(*inputs(3))
+    failing = False
+    monkeypatch.setattr("autosel.layer_choice.DEFAULTS", ("first", "second"))
+    with registered(
+        first=FakeBackend(Clock(), layout=PlainLayout("a"), before=broken),
+        second=FakeBackend(Clock(), layout=PlainLayout("b")),
+    ):
+        layer = FusedMoE.from_experts(source.load())
+        failing = True
+        with pytest.warns(UserWarning, match="withdrawn"), pytest.raises(AutoselError) as said:
+            layer(*inputs(3))
+    assert "weights to pack again: found none" in str(said.value)
 
 
 def test_warm_up_runs_the_sizes_that_are_asked_for(layer, monkeypatch):

@@ -134,6 +134,29 @@ def test_names_shapes_and_dtypes(name, transposed, shapes):
         assert bool((tensor == (1 if "scale" in key else 0)).all())
 
 
+def test_gate_stands_before_up():
+    parameters = ExpertParameters("gptq", LAYER)
+    for shard, value in (("w1", 1), ("w3", 3)):
+        parameters.load_weight(
+            "qweight", torch.full((16, 64), value, dtype=torch.int32), expert_id=2, shard_id=shard
+        )
+    stacked = parameters.w13_qweight[2]  # [H / 8, 2 * I]
+    assert bool((stacked[:, :64] == 1).all())
+    assert bool((stacked[:, 64:] == 3).all())
+    assert not parameters.w13_qweight[[0, 1, 3, 4, 5]].any()
+
+
+def test_the_bias_of_down_is_on_the_first_rank_alone():
+    layer = replace(LAYER, has_bias=True)
+    for rank, expected in ((0, 5.0), (1, 0.0)):
+        parameters = ExpertParameters("gptq", layer, tp_rank=rank, tp_size=2)
+        down, up = torch.full((128,), 5.0).bfloat16(), torch.arange(64.0).bfloat16()
+        parameters.load_weight("bias", down, expert_id=1, shard_id="w2")
+        parameters.load_weight("bias", up, expert_id=1, shard_id="w3")
+        assert bool((parameters.w2_bias[1] == expected).all())
+        assert parameters.w13_bias[1, 32:].tolist() == up[32 * rank : 32 * rank + 32].tolist()
+
+
 def test_shapes_of_a_rank():
     """Cut groups go over to the common divisor; act-order keeps every scale of w2."""
     layer = replace(LAYER, intermediate_size=96, num_experts=7, num_local_experts=7)
