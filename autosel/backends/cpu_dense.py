@@ -6,11 +6,10 @@ from typing import ClassVar
 
 import torch
 
-from autosel.activations import constants
-from autosel.backends import _vllm_cpu, _vllm_ops
+from autosel.backends import _rules, _vllm_cpu, _vllm_ops
 from autosel.backends._per_expert import run_served_slots
-from autosel.core import Activation, Device, Params, Problem, Reason, Routing, Support
-from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
+from autosel.core import Device, Params, Problem, Reason, Routing, Support
+from autosel.interfaces import Layout, PackedExperts, Requirements, Space
 from autosel.layouts.vllm_cpu_dense import VllmCpuDense
 
 #: Activations of the operator; it computes each with the function's own constants.
@@ -19,30 +18,15 @@ _SIZES_MULTIPLE = 32
 _AMX_FLAGS = ("amx_tile", "amx_bf16")
 
 
-class CpuDense(Backend):
+class CpuDense(_vllm_cpu.VllmCpuOperator):
     """``_C::cpu_fused_moe``. Tunable: ``isa``, ``vec`` or ``amx`` (bfloat16 on AMX machines)."""
 
     name: ClassVar[str] = "cpu_dense"
     summary: ClassVar[str] = "vLLM's fused CPU operator on dequantised weights"
-    distributions: ClassVar[tuple[str, ...]] = _vllm_cpu.DISTRIBUTIONS
-    extra: ClassVar[str | None] = "cpu"
-
-    def available(self, device: Device) -> Support:
-        needs = Requirements()
-        _vllm_cpu.require_package(needs, device)
-        return needs.support
 
     def supports(self, problem: Problem, device: Device) -> Support:
         needs = Requirements()
-        activation = problem.activation
-        if needs.one_of("activation", activation.name, _ACTIVATIONS):
-            own = constants(Activation(activation.name))
-            needs.need(
-                constants(activation) == own,
-                "activation constants",
-                constants(activation),
-                own or "none",
-            )
+        _rules.own_constants(needs, problem, _ACTIVATIONS)
         needs.need(not problem.router_weight_on_input, "router weight", "on input", "on output")
         needs.multiple("hidden_size", problem.hidden_size, _SIZES_MULTIPLE)
         needs.multiple("intermediate_size", problem.intermediate_size, _SIZES_MULTIPLE)

@@ -8,15 +8,12 @@ around the first calls the kernel runs with FlashInfer's default tactic.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 from typing import Any, ClassVar
 
 import torch
 
-from autosel.backends import _rules, _signature
+from autosel.backends import _package, _rules, _signature
 from autosel.core import Device, Params, Problem, Routing, Support
-from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements
 from autosel.layouts.flashinfer_mxint4 import GROUP_SIZE, MULTIPLE, FlashInferMxInt4
 
@@ -29,18 +26,8 @@ MAX_PACKED_EXPERTS = 1 << 15  # the expert's number shares a word with its 16-bi
 @functools.cache
 def function() -> Any:
     """The kernel's entry. Raises UnsupportedError, in one line, when it cannot be had."""
-    try:
-        module = importlib.import_module("flashinfer.fused_moe")
-    except Exception as error:
-        detail = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UnsupportedError(
-            field_error(f"package {_DISTRIBUTION}", "import", detail, "no error")
-        ) from error
-    if not hasattr(module, FUNCTION):
-        raise UnsupportedError(
-            field_error(f"package {_DISTRIBUTION}", FUNCTION, "missing", "a newer release")
-        )
-    return getattr(module, FUNCTION)
+    where = f"package {_DISTRIBUTION}"
+    return _package.member(where, "flashinfer.fused_moe", FUNCTION, "a newer release")
 
 
 class FlashInferTrtllm(Backend):
@@ -58,14 +45,8 @@ class FlashInferTrtllm(Backend):
             shown = "not reported" if found is None else f"{found[0]}.{found[1]}"
             family = found is not None and found[0] == 10
             fits = needs.need(family, "compute capability", shown, "10.x")
-        there = importlib.util.find_spec("flashinfer") is not None
-        install = f"pip install {_DISTRIBUTION}"
-        needs.need(there, f"package {_DISTRIBUTION}", "not installed", install)
-        if fits and there:
-            try:
-                function()
-            except UnsupportedError as error:
-                needs.need(False, f"package {_DISTRIBUTION}", str(error), "a working import")
+        install, load = f"pip install {_DISTRIBUTION}", function if fits else None
+        _package.require(needs, _DISTRIBUTION, "flashinfer", install, load)
         return needs.support
 
     def supports(self, problem: Problem, device: Device) -> Support:

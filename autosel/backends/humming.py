@@ -10,8 +10,6 @@ disk by the package. Numerics: float32 accumulation, weights dequantised to 16 b
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import json
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -19,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from autosel.align import expert_ranks
-from autosel.backends import _rules
+from autosel.backends import _package, _rules
 from autosel.backends._steps import activate_into, align, reduce_into, slot_rows
 from autosel.backends.marlin import Workspaces
 from autosel.core import Device, Params, Problem, QuantScheme, Routing, Support
@@ -32,6 +30,7 @@ from autosel.layouts.humming import Humming as HummingLayout
 KINDS = ("indexed", "grouped_contiguous")
 GROUP_SIZES = (16, 32, 64, 128)
 ROWS_FACTORS = (1.0, 0.25, 0.5, 2.0, 4.0)
+_DISTRIBUTION = "humming-kernels"
 #: What is used of the package, by module.
 _USED = {
     "humming.forward": ("humming_forward",),
@@ -45,22 +44,11 @@ LOCKS = Workspaces(per_multiprocessor=8)
 @functools.cache
 def package() -> dict[str, Any]:
     """The functions used of the package, by name. Raises UnsupportedError, in one line."""
-    found: dict[str, Any] = {}
-    for module, names in _USED.items():
-        try:
-            loaded = importlib.import_module(module)
-        except Exception as error:  # imports CUDA bindings, which fail in many ways
-            detail = " ".join(f"{type(error).__name__}: {error}".split())
-            raise UnsupportedError(
-                field_error(f"package humming-kernels, {module}", "import", detail, "no error")
-            ) from error
-        for name in names:
-            if not hasattr(loaded, name):
-                raise UnsupportedError(
-                    field_error(f"package humming-kernels, {module}", name, "missing", "a function")
-                )
-            found[name] = getattr(loaded, name)
-    return found
+    return {
+        name: _package.member(f"package {_DISTRIBUTION}, {module}", module, name, "a function")
+        for module, names in _USED.items()
+        for name in names
+    }
 
 
 class Humming(Backend):
@@ -68,22 +56,15 @@ class Humming(Backend):
 
     name: ClassVar[str] = "humming"
     summary: ClassVar[str] = "just-in-time compiled kernels of humming-kernels"
-    distributions: ClassVar[tuple[str, ...]] = ("humming-kernels",)
+    distributions: ClassVar[tuple[str, ...]] = (_DISTRIBUTION,)
 
     def available(self, device: Device) -> Support:
         needs = Requirements()
         cuda = needs.one_of("device", device.kind, ("cuda",))
         if cuda:
             cuda = _rules.capability_at_least(needs, device, (7, 5))
-        # Found without importing it: an extracted copy on the path has no distribution.
-        there = importlib.util.find_spec("humming") is not None
-        install = "pip install 'humming-kernels[cu13]' (or [cu12])"
-        needs.need(there, "package humming-kernels", "not installed", install)
-        if cuda and there:
-            try:
-                package()
-            except UnsupportedError as error:
-                needs.need(False, "package humming-kernels", str(error), "a working import")
+        install = f"pip install '{_DISTRIBUTION}[cu13]' (or [cu12])"
+        _package.require(needs, _DISTRIBUTION, "humming", install, package if cuda else None)
         return needs.support
 
     def supports(self, problem: Problem, device: Device) -> Support:

@@ -6,13 +6,12 @@ fit tiles.
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any, ClassVar
 
 import torch
 
 from autosel.align import Aligned
-from autosel.backends import _rules
+from autosel.backends import _package, _rules
 from autosel.backends._steps import activate_into, align, reduce_into
 from autosel.core import Device, Params, Problem, Reason, Routing, Support
 from autosel.dtypes import torch_dtype
@@ -41,9 +40,7 @@ class Triton(Backend):
         needs = Requirements()
         if needs.one_of("device", device.kind, ("cuda", "rocm", "xpu")) and device.kind == "cuda":
             _rules.capability_at_least(needs, device, (8, 0))
-        # By module: ROCm and XPU builds of torch bring it as distributions of other names.
-        there = importlib.util.find_spec("triton") is not None
-        needs.need(there, "package triton", "not installed", "pip install triton")
+        _package.require_triton(needs)
         return needs.support
 
     def supports(self, problem: Problem, device: Device) -> Support:

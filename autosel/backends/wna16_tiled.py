@@ -7,13 +7,12 @@ over experts is float32 in a fixed order. No atomics anywhere: results repeat bi
 
 from __future__ import annotations
 
-import importlib.util
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from autosel.activations import constants
-from autosel.backends import _rules
+from autosel.backends import _package, _rules
 from autosel.core import Device, Params, Problem, Reason, Routing, Support
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
 from autosel.layouts.wna16_tiled import Sizes, Wna16Tiled
@@ -79,8 +78,7 @@ class Wna16TiledBackend(Backend):
         needs = Requirements()
         if needs.one_of("device", device.kind, ("cuda", "rocm")) and device.kind == "cuda":
             _rules.capability_at_least(needs, device, (8, 0))
-        there = importlib.util.find_spec("triton") is not None
-        needs.need(there, "package triton", "not installed", "pip install triton")
+        _package.require_triton(needs)
         return needs.support
 
     def supports(self, problem: Problem, device: Device) -> Support:

@@ -9,17 +9,14 @@ they are.
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import weakref
 from typing import Any, ClassVar
 
 import torch
 
 from autosel.activations import constants
-from autosel.backends import _rules, _signature
+from autosel.backends import _package, _rules, _signature
 from autosel.core import Device, Params, Problem, Routing, Support
-from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements
 from autosel.layouts.nfirst_bytes import NFirstBytes
 
@@ -32,18 +29,8 @@ _MARK = "xpu_fused_moe"
 @functools.cache
 def factory() -> Any:
     """The package's class. Raises UnsupportedError, in one line, when it cannot be had."""
-    try:
-        module = importlib.import_module("vllm_xpu_kernels.fused_moe_interface")
-    except Exception as error:
-        detail = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UnsupportedError(
-            field_error(f"package {_DISTRIBUTION}", "import", detail, "no error")
-        ) from error
-    if not hasattr(module, "XpuFusedMoe"):
-        raise UnsupportedError(
-            field_error(f"package {_DISTRIBUTION}", "XpuFusedMoe", "missing", "release 0.1.9 on")
-        )
-    return module.XpuFusedMoe
+    where, module = f"package {_DISTRIBUTION}", "vllm_xpu_kernels.fused_moe_interface"
+    return _package.member(where, module, "XpuFusedMoe", "release 0.1.9 on")
 
 
 class Xpu(Backend):
@@ -56,14 +43,8 @@ class Xpu(Backend):
     def available(self, device: Device) -> Support:
         needs = Requirements()
         fits = needs.one_of("device", device.kind, ("xpu",))
-        there = importlib.util.find_spec("vllm_xpu_kernels") is not None
-        install = f"pip install {_DISTRIBUTION}"
-        needs.need(there, f"package {_DISTRIBUTION}", "not installed", install)
-        if fits and there:
-            try:
-                factory()
-            except UnsupportedError as error:
-                needs.need(False, f"package {_DISTRIBUTION}", str(error), "a working import")
+        install, load = f"pip install {_DISTRIBUTION}", factory if fits else None
+        _package.require(needs, _DISTRIBUTION, "vllm_xpu_kernels", install, load)
         return needs.support
 
     def supports(self, problem: Problem, device: Device) -> Support:

@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from autosel.activations import constants
+from autosel.backends import _rules
 from autosel.backends._per_expert import run_served_slots
-from autosel.core import AccuracyClass, Activation, Device, Params, Problem, Routing, Support
+from autosel.core import AccuracyClass, Device, Params, Problem, Routing, Support
 from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements
 from autosel.layouts import _gemms as gemms
@@ -51,25 +51,13 @@ class ZenCpu(Backend):
                 version,
                 f"{release}.* as torch: {install}",
             )
-        if device.kind == "cpu":
-            missing = [flag for flag in _FLAGS if flag not in device.flags]
-            needs.need(
-                not missing, "instruction sets", "no " + ", ".join(missing), ", ".join(_FLAGS)
-            )
+        _rules.instruction_sets(needs, device, _FLAGS)
         return needs.support
 
     def supports(self, problem: Problem, device: Device) -> Support:
         needs = Requirements()
         needs.one_of("activations' dtype", problem.act_dtype, ("bfloat16",))
-        activation = problem.activation
-        if needs.one_of("activation", activation.name, _ACTIVATIONS):
-            own = constants(Activation(activation.name))
-            needs.need(
-                constants(activation) == own,
-                "activation constants",
-                constants(activation),
-                own or "none",
-            )
+        _rules.own_constants(needs, problem, _ACTIVATIONS)
         needs.need(not problem.router_weight_on_input, "router weight", "on input", "on output")
         for name, scheme, (_, _, inputs) in gemms.schemes(problem):
             group = gemms.group_inputs(scheme, inputs)
