@@ -22,6 +22,8 @@ from autosel.formats.base import (
     Rules,
     Stored,
     Verdict,
+    stored_bias,
+    written_bias,
     written_zeros,
 )
 from autosel.formats.gptq import checked_group_size
@@ -100,7 +102,7 @@ class AWQ(Format):
             "qweight": Stored(((("I32",), (num_inputs, words)),)),
             "scales": Stored(((FLOATS, (groups, num_outputs)),)),
             "qzeros": Stored(((("I32",), (groups, words)),), required=not quant.symmetric),
-            "bias": Stored(((FLOATS, (num_outputs,)),), required=False),
+            "bias": stored_bias(num_outputs),
         }
 
     def _codes(self, tensor: torch.Tensor, quant: LinearQuant) -> torch.Tensor:
@@ -125,14 +127,12 @@ class AWQ(Format):
                 field_error("AWQ.write", "weight", found, "a multiple of 8, 4 bits, none")
             )
         codes = unpack_last(weight.codes[0], 4, weight.num_inputs)  # [N, K]
-        out = {
+        return {
             "qweight": _pack(codes.t()),
             "qzeros": _pack(written_zeros(weight).t()),
             "scales": weight.scales[0].t().contiguous(),
+            **written_bias(weight),
         }
-        if weight.bias is not None:
-            out["bias"] = weight.bias[0].contiguous()
-        return out
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:

@@ -342,6 +342,27 @@ def clear_padding(codes: torch.Tensor, num_bits: int, num_inputs: int) -> torch.
     return codes
 
 
+def stored_zeros(quant: LinearQuant, packed: tuple[int, int], plain: tuple[int, int]) -> Stored:
+    """Zero points in words or, by some writers, unpacked as they are. Dtype and shape tell."""
+    forms = ((("I32",), packed), ((*FLOATS, *INTEGERS), plain))
+    return Stored(forms, required=not quant.symmetric)
+
+
+def stored_g_idx(quant: LinearQuant, num_inputs: int) -> Stored:
+    """The group of every input; without one the groups are contiguous."""
+    needed = quant.act_order and quant.num_groups(num_inputs) > 1
+    return Stored(((("I32", "I64"), (num_inputs,)),), required=needed)
+
+
+def stored_bias(num_outputs: int) -> Stored:
+    return Stored(((FLOATS, (num_outputs,)),), required=False)
+
+
+def written_bias(weight: QuantWeight) -> dict[str, torch.Tensor]:
+    """``bias`` of the one expert, nothing where there is none."""
+    return {} if weight.bias is None else {"bias": weight.bias[0].contiguous()}
+
+
 def pack_zeros(zero_points: torch.Tensor, num_bits: int) -> torch.Tensor:
     """uint8 ``[N, G]`` to int32 ``[G, ceil(N / pack_factor)]``, packed along the outputs."""
     return pack_last(zero_points.t().contiguous(), num_bits)

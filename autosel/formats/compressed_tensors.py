@@ -22,7 +22,6 @@ from autosel.core import QuantWeight
 from autosel.errors import CheckpointError, ConfigError, field_error
 from autosel.formats.base import (
     FLOATS,
-    INTEGERS,
     Format,
     LinearQuant,
     Origin,
@@ -32,6 +31,10 @@ from autosel.formats.base import (
     Verdict,
     pack_zeros,
     plain_zeros,
+    stored_bias,
+    stored_g_idx,
+    stored_zeros,
+    written_bias,
     written_zeros,
 )
 from autosel.formats.gptq import checked_group_size
@@ -199,19 +202,11 @@ class CompressedTensors(Format):
                 ((("I32",), (num_outputs, -(-num_inputs // quant.pack_factor))),)
             ),
             "weight_scale": Stored(((FLOATS, (num_outputs, groups)),)),
-            # Older files keep signed zero points unpacked. Dtype and shape tell.
-            "weight_zero_point": Stored(
-                (
-                    (("I32",), (rows, groups)),
-                    ((*FLOATS, *INTEGERS), (num_outputs, groups)),
-                ),
-                required=not quant.symmetric,
-            ),
+            # Older files keep them unpacked, signed.
+            "weight_zero_point": stored_zeros(quant, (rows, groups), (num_outputs, groups)),
             "weight_shape": Stored(((("I64", "I32"), (2,)),), required=False),
-            "weight_g_idx": Stored(
-                ((("I32", "I64"), (num_inputs,)),), required=quant.act_order and groups > 1
-            ),
-            "bias": Stored(((FLOATS, (num_outputs,)),), required=False),
+            "weight_g_idx": stored_g_idx(quant, num_inputs),
+            "bias": stored_bias(num_outputs),
         }
 
     def probe(
@@ -265,9 +260,7 @@ class CompressedTensors(Format):
             out["weight_zero_point"] = packed.t().contiguous()
         if weight.g_idx is not None:
             out["weight_g_idx"] = weight.g_idx[0].contiguous()
-        if weight.bias is not None:
-            out["bias"] = weight.bias[0].contiguous()
-        return out
+        return out | written_bias(weight)
 
 
 FORMAT = CompressedTensors()

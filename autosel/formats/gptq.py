@@ -22,7 +22,6 @@ from autosel.core import QuantWeight
 from autosel.errors import CheckpointError, ConfigError, field_error
 from autosel.formats.base import (
     FLOATS,
-    INTEGERS,
     Format,
     LinearQuant,
     Origin,
@@ -31,6 +30,10 @@ from autosel.formats.base import (
     Verdict,
     pack_zeros,
     plain_zeros,
+    stored_bias,
+    stored_g_idx,
+    stored_zeros,
+    written_bias,
     written_g_idx,
     written_zeros,
 )
@@ -165,18 +168,9 @@ class GPTQ(Format):
         return {
             "qweight": Stored(((("I32",), (-(-num_inputs // factor), num_outputs)),)),
             "scales": Stored(((FLOATS, (groups, num_outputs)),)),
-            # Some writers keep zero points unpacked, as they are. Dtype and shape tell.
-            "qzeros": Stored(
-                (
-                    (("I32",), (groups, words)),
-                    ((*FLOATS, *INTEGERS), (groups, num_outputs)),
-                ),
-                required=not quant.symmetric,
-            ),
-            "g_idx": Stored(
-                ((("I32", "I64"), (num_inputs,)),), required=quant.act_order and groups > 1
-            ),
-            "bias": Stored(((FLOATS, (num_outputs,)),), required=False),
+            "qzeros": stored_zeros(quant, (groups, words), (groups, num_outputs)),
+            "g_idx": stored_g_idx(quant, num_inputs),
+            "bias": stored_bias(num_outputs),
         }
 
     def _codes(self, tensor: torch.Tensor, quant: LinearQuant) -> torch.Tensor:
@@ -214,15 +208,13 @@ class GPTQ(Format):
         words = pack_zeros(written_zeros(weight), quant.num_bits).long() & 0xFFFFFFFF
         if quant.zeros_minus_one:
             words = (words - ONES[quant.num_bits]) & 0xFFFFFFFF
-        out: dict[str, torch.Tensor] = {
+        return {
             "qweight": weight.codes[0].t().contiguous(),
             "qzeros": as_int32(words),
             "scales": weight.scales[0].t().contiguous(),
             "g_idx": written_g_idx(weight).contiguous(),
+            **written_bias(weight),
         }
-        if weight.bias is not None:
-            out["bias"] = weight.bias[0].contiguous()
-        return out
 
 
 def looks_overwritten(words: torch.Tensor, num_bits: int) -> bool:
