@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from autosel import identity, records, rows
 from autosel.buckets import newest_cover
@@ -28,6 +28,15 @@ from autosel.storefile import Opened, open_database
 from autosel.tables import Row, Tables
 
 __all__ = ["Store", "StoreWarning", "StoredDecision", "Sweep"]
+
+
+class DecisionFilters(TypedDict, total=False):
+    """What :meth:`Store.decisions` lets pass, with :meth:`Store.stored_decisions`'s defaults."""
+
+    timing: Timing | None
+    sweep_id: int | None
+    allow_a8: bool
+    history: bool
 
 
 class Store:
@@ -201,11 +210,7 @@ class Store:
         problem: Problem | None = None,
         device: Device | None = None,
         routing: str | None = None,
-        *,
-        timing: Timing | None = None,
-        sweep_id: int | None = None,
-        allow_a8: bool = True,
-        history: bool = False,
+        **filters: Unpack[DecisionFilters],
     ) -> list[Decision]:
         """Decisions for each layer, device, routing and timing mode, sorted by their buckets.
 
@@ -214,15 +219,7 @@ class Store:
         all as stored. Without ``allow_a8`` it is as if no 8-bit-activation winner were stored.
         Decisions for several devices look alike, so name the device to act on one.
         """
-        found = self.stored_decisions(
-            problem,
-            device,
-            routing,
-            timing=timing,
-            sweep_id=sweep_id,
-            allow_a8=allow_a8,
-            history=history,
-        )
+        found = self.stored_decisions(problem, device, routing, **filters)
         return [stored.decision for stored in found]
 
     def entries(self) -> list[identity.Entry]:
