@@ -100,21 +100,16 @@ DOWN_DECODE = {
 }
 
 
+def _both(**values: int) -> Params:
+    """The same values for both GEMMs."""
+    return {f"{half}_{name}": value for half in ("up", "down") for name, value in values.items()}
+
+
 def _grouped(path: str, tok: int, shape: Shape, slots: int) -> list[Params]:
-    regs = 0
     base = {
         "path": path,
         "tok": tok,
-        "up_bn": 128,
-        "up_bk": 128,
-        "up_stages": 4,
-        "up_warps": 4,
-        "up_regs": regs,
-        "down_bn": 128,
-        "down_bk": 128,
-        "down_stages": 4,
-        "down_warps": 4,
-        "down_regs": regs,
+        **_both(bn=128, bk=128, stages=4, warps=4, regs=0),
         "prefetch": 256,
         "up_with": "triton",
         "down_with": "triton",
@@ -133,24 +128,11 @@ def _prefill(tok: int, classes: str, shape: Shape, **more: Any) -> Params:
         "tok": tok,
         "classes": classes,
         "near": 4,
-        "up_bn": 128,
-        "up_bk": 64,
-        "up_stages": 4,
-        "up_warps": 8,
-        "up_regs": 128 if tok <= 128 else 0,
-        "down_bn": 128,
-        "down_bk": 64,
-        "down_stages": 4,
-        "down_warps": 8,
-        "down_regs": 128 if tok <= 128 else 0,
+        **_both(bn=128, bk=64, stages=4, warps=8, regs=128 if tok <= 128 else 0, late=1),
         "down_rt": 1,
-        "up_late": 1,
-        "down_late": 1,
     }
     if tok <= 32:  # narrow blocks: small programs, long steps
-        small = {"bn": 64, "bk": 128, "stages": 4, "warps": 4, "regs": 168, "late": 1}
-        base |= {f"up_{n}": v for n, v in small.items()}
-        base |= {f"down_{n}": v for n, v in small.items()}
+        base |= _both(bn=64, bk=128, stages=4, warps=4, regs=168, late=1)
         base["down_bk"] = 128 if shape.inner % 512 == 0 else 64
     if shape.inner == 256:
         base |= {"down_rt": 4}
