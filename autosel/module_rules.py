@@ -4,69 +4,139 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 
 from autosel.errors import ConfigError, field_error
 
 #: Prefix of a pattern in compressed-tensors' ``targets`` and ``ignore``.
 REGEX_PREFIX = "re:"
-#: Unbounded repeats in one pattern; those in use have three or four.
-MAX_REPEATS = 10
+#: Bounds on one pattern, after :func:`_without_retries`; those in use stay far below.
+MAX_REPEATS, MAX_WILD, MAX_OPTIONAL = 10, 3, 10
+_COUNT = re.compile(r"\{\d*,?\d*\}")
+_WILD = re.compile(r"(?:\.[*+]\??)+")
+#: Escapes that match many letters, so that their repeats can share out a name in many ways.
+_WIDE_ESCAPES = "wWSDB"
 
 
 def compile_pattern(pattern: str, where: str) -> re.Pattern[str]:
-    """A pattern of a config; bad ones, and ones that could run for ever, raise ConfigError.
+    """A pattern of a config, for ``match``; bad ones, and ones that could run for ever, raise.
 
-    Configs come from outside and Python's matcher backtracks. A repeat inside a repeat, as in
-    ``(a+)+``, can take exponential time on a name that does not match, and many repeats in a row
-    a high power of its length, so both are refused.
+    Configs come from outside and Python's matcher backtracks. A repeat of a repeat or of
+    alternatives, as in ``(a+)+`` or ``(a|aa)*``, can take exponential time on a name that does not
+    match, and many repeats in a row a high power of its length, so both are a ConfigError. Whether
+    it matches is all that may be asked: the groups and the end of a match differ from the original.
     """
     try:
-        compiled = re.compile(pattern)
+        re.compile(pattern)
+        compiled = re.compile(_without_retries(pattern))
     except (re.error, RecursionError, OverflowError) as exc:
         raise ConfigError(
             field_error(where, f"pattern {pattern!r}", str(exc), "a regular expression")
         ) from None
-    if _repeats_a_repeat(pattern):
-        raise ConfigError(
-            field_error(where, f"pattern {pattern!r}", "a repeat inside a repeat", "none")
-        )
-    repeats = len(re.findall(r"(?<!\\)[*+]", pattern))
-    if repeats > MAX_REPEATS:
-        raise ConfigError(
-            field_error(
-                where, f"pattern {pattern!r}", f"{repeats} repeats", f"at most {MAX_REPEATS}"
-            )
-        )
+    fault = _fault(pattern, compiled.pattern)
+    if fault is not None:
+        raise ConfigError(field_error(where, f"pattern {pattern!r}", *fault))
     return compiled
 
 
-def _repeats_a_repeat(pattern: str) -> bool:
-    open_groups: list[bool] = []  # for each open group: has it a repeat so far?
-    in_class = False
-    pos = 0
+def _without_retries(pattern: str) -> str:
+    """The same question asked so that it takes linear time, where the form allows it.
+
+    In ``.*A.*B.*C`` with parts of fixed length, the first A is as good as any later one: what can
+    follow a later one can follow the first. An atomic group ``(?>.*?A)`` never tries another.
+    """
+    if "(?" in pattern or _has_alternatives(pattern):
+        return pattern
+    parts, joints = [""], []
+    for token in _tokens(pattern):
+        wild = _WILD.fullmatch(token)
+        if wild:
+            parts.append("")
+            # ``.*.*`` says no more than ``.*``, and each ``.+`` takes one more letter.
+            joints.append("." * token.count("+") + ".*?")
+        else:
+            parts[-1] += token
+    out = parts[0]
+    for number, (joint, part) in enumerate(zip(joints, parts[1:], strict=True), 1):
+        fixed = not re.search(r"[*+?{}()]", part)
+        out += f"(?>{joint}{part})" if fixed and number < len(joints) else f"{joint}{part}"
+    return out
+
+
+def _has_alternatives(pattern: str) -> bool:
+    depth = 0
+    for token in _tokens(pattern):
+        depth += {"(": 1, ")": -1}.get(token, 0)
+        if token == "|" and depth == 0:
+            return True
+    return False
+
+
+def _tokens(pattern: str) -> Iterator[str]:
+    """Escapes, classes, runs of ``.*`` outside of groups, counts and single letters."""
+    pos = depth = 0
     while pos < len(pattern):
-        char = pattern[pos]
-        if char == "\\":
-            pos += 2
-            continue
-        if in_class:
-            in_class = char != "]"
-        elif char == "[":
-            in_class = True
-            pos += 1 + (pattern[pos + 1 : pos + 2] == "^")  # a first ] is a member
-        elif char == "(":
+        end = pos + 1
+        if pattern[pos] == "\\":
+            end = pos + 2
+        elif pattern[pos] == "[":
+            end = pos + 1 + (pattern[pos + 1 : pos + 2] == "^")
+            end += pattern[end : end + 1] == "]"  # a first ] is a member
+            while end < len(pattern) and pattern[end] != "]":
+                end += 2 if pattern[end] == "\\" else 1
+            end += 1
+        else:
+            depth += {"(": 1, ")": -1}.get(pattern[pos], 0)
+            long = _COUNT.match(pattern, pos) or (None if depth else _WILD.match(pattern, pos))
+            end = long.end() if long else end
+        yield pattern[pos:end]
+        pos = end
+
+
+def _fault(pattern: str, safer: str) -> tuple[str, str] | None:
+    """What in a pattern could run for ever, as found and expected; None for a harmless one."""
+    open_groups: list[bool] = []  # for each open group: a repeat or alternatives in it so far?
+    tokens = [*_tokens(pattern), ""]
+    for before, token, after in zip(["", *tokens], tokens, tokens[1:], strict=False):
+        if token == "(":
             open_groups.append(False)
-        elif char == ")" and open_groups:
+        elif token == ")" and open_groups:
             inner = open_groups.pop()
-            repeated = bool(re.match(r"[*+]|\{\d*,\d*\}", pattern[pos + 1 :]))
+            repeated = _quantifies(after)
             if inner and repeated:
-                return True
+                return "a repeat inside a repeat, or of alternatives", "none"
             if open_groups:
                 open_groups[-1] |= inner or repeated
-        elif open_groups and (char in "*+" or re.match(r"\{\d*,\d*\}", pattern[pos:])):
+        elif open_groups and (_repeats(token) or token == "|" or (token == "?" and before != "(")):
             open_groups[-1] = True
-        pos += 1
-    return False
+    optional = sum(token == "?" and before not in "*+?(" for before, token in pairwise(tokens))
+    if optional > MAX_OPTIONAL:
+        return f"{optional} optional parts", f"at most {MAX_OPTIONAL}"
+    repeats = sum(map(_repeats, tokens))
+    if repeats > MAX_REPEATS:
+        return f"{repeats} repeats", f"at most {MAX_REPEATS}"
+    wild = _count_wild(re.sub(r"\(\?>[^()]*\)", "", safer))
+    if wild > MAX_WILD + 1:  # the last one is followed by nothing that could send it back
+        return f"{wild} repeats of many letters", f"at most {MAX_WILD + 1}"
+    return None
+
+
+def _repeats(token: str) -> bool:
+    return _quantifies(token) or bool(_WILD.fullmatch(token))
+
+
+def _quantifies(token: str) -> bool:
+    """Whether a token repeats what stands before it."""
+    return token in ("*", "+") or bool(_COUNT.fullmatch(token))
+
+
+def _count_wild(pattern: str) -> int:
+    """Repeats that can match many different letters, which alone can share out a name."""
+    count = 0
+    for token, after in pairwise([*_tokens(pattern), ""]):
+        wide = token in (".", ")") or token.startswith("[") or token[1:] in [*_WIDE_ESCAPES]
+        count += bool(_WILD.fullmatch(token)) or (wide and _quantifies(after))
+    return count
 
 
 def ancestors(module: str) -> Iterator[str]:
