@@ -6,12 +6,14 @@ import io
 import pickle
 import threading
 import timeit
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
-from autosel import FusedMoE, layer_op, load_moe_layers
+from autosel import FusedMoE, layer_op, load_moe_layers, registry
+from autosel.checkpoint import Checkpoint
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight, Routing
 from autosel.errors import AutoselError, CheckpointError, RoutingError, UnsupportedError
 from autosel.packing import pack_last
@@ -74,6 +76,16 @@ def test_no_tokens(layer, shape):
     assert out.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+def test_without_tokens_nothing_is_run(source, monkeypatch, trusted):
+    monkeypatch.setattr("autosel.layer_choice.DEFAULTS", ("first",))
+    with registered(first=FakeBackend(Clock())):
+        layer = FusedMoE.from_source(source)
+        before = registry.get("first").calls
+        layer(*inputs(0), trusted=trusted)
+        assert registry.get("first").calls == before
+
+
 def test_views_with_gaps_are_read_as_what_they_are(layer):
     x, ids, weights = inputs(6)
     packed = layer(x, ids, weights)
@@ -84,10 +96,14 @@ def test_views_with_gaps_are_read_as_what_they_are(layer):
     transposed = x.t().contiguous().t()
     slices = torch.rand(6, 3 * TOP_K)
     slices[:, TOP_K : 2 * TOP_K] = weights
-    for view in (wide[:, :H], every_second[:, ::2], transposed):
-        for trusted in (False, True):
-            column = slices[:, TOP_K : 2 * TOP_K]
-            assert torch.equal(layer(view, ids, column, trusted=trusted), packed)
+    column = slices[:, TOP_K : 2 * TOP_K]
+    wide_ids = torch.full((6, 2 * TOP_K), 3, dtype=torch.int32)
+    wide_ids[:, ::2] = ids
+    for trusted in (False, True):
+        for view in (wide[:, :H], every_second[:, ::2], transposed):
+            assert torch.equal(layer(view, ids, weights, trusted=trusted), packed)
+        assert torch.equal(layer(x, ids, column, trusted=trusted), packed)
+        assert torch.equal(layer(x, wide_ids[:, ::2], weights, trusted=trusted), packed)
 
 
 @pytest.mark.parametrize("stray", [-5, 4, 2**31 - 1])
@@ -183,7 +199,8 @@ def test_an_id_of_minus_one_is_not_the_last_expert():
     weights = torch.tensor([[0.3, 0.7], [0.6, 0.4]])
     out = layer(torch.ones(2, 16), ids, weights)
     torch.testing.assert_close(out[:, 0], torch.tensor([7.0, 60.0]))
-    assert torch.equal(layer(torch.ones(2, 16), ids, weights, trusted=True), out)
+    narrow = ids.to(torch.int32)
+    assert torch.equal(layer(torch.ones(2, 16), narrow, weights, trusted=True), out)
 
 
 @pytest.mark.parametrize(
@@ -450,6 +467,21 @@ def test_layers_that_cannot_be_loaded_are_named(get_checkpoint, tmp_path):
         FusedMoE.from_checkpoint(path, 1, tp_size=5)
     with pytest.raises(AutoselError, match="device"):
         FusedMoE.from_checkpoint(path, 1, device="nowhere")
+
+
+def test_a_layer_that_is_refused_stops_the_loading_of_a_model(get_checkpoint, monkeypatch):
+    path = get_checkpoint("awq-gptqmodel-w4-g32-mixtral").path
+    first, second = Checkpoint.open(path).layers
+    refused = replace(second, status="refused", reason="3 bits: found 3, expected 4 or 8")
+    monkeypatch.setattr(Checkpoint, "layers", property(lambda self: (first, refused)))
+    with pytest.raises(CheckpointError, match="layer 1 refused: 3 bits"):
+        load_moe_layers(path)
+    plain = replace(second, status="unquantized", reason="kept in 16 bits")
+    monkeypatch.setattr(Checkpoint, "layers", property(lambda self: (first, plain)))
+    assert list(load_moe_layers(path)) == [0]
+    monkeypatch.setattr(Checkpoint, "layers", property(lambda self: (plain,)))
+    with pytest.raises(CheckpointError, match="quantised MoE layers: found none"):
+        load_moe_layers(path)
 
 
 def test_from_experts_cannot_pack_again(source, monkeypatch):
