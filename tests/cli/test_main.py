@@ -278,3 +278,25 @@ def test_help_and_refusals_start_fast():
         [sys.executable, "-c", code], capture_output=True, check=False, timeout=60
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="closing standard streams is a POSIX shell's habit")
+@pytest.mark.parametrize(
+    ("closed", "args", "status"),
+    [
+        (">&-", "presets", 0),
+        (">&- 2>&-", "presets --json", 0),
+        ("<&- >&- 2>&-", "explain mixtral-8x7b --tokens 4", 0),
+        ("2>&-", "explain no-such-model --tokens 4", 1),
+    ],
+)
+def test_closed_standard_streams(tmp_path, closed, args, status):
+    """Nothing is printed into a file that happens to get the number of a closed stream."""
+    database = tmp_path / "autosel.db"
+    line = f"{sys.executable} -m autosel {args} {closed}"
+    env = {**os.environ, "AUTOSEL_DB": str(database)}
+    ran = subprocess.run(["sh", "-c", line], env=env, capture_output=True, timeout=60)
+    assert ran.returncode == status
+    assert b"unexpected" not in ran.stderr
+    if database.exists():
+        assert database.read_bytes()[:15] == b"SQLite format 3"
