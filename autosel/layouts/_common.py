@@ -142,6 +142,13 @@ def fold_w2_order(values: torch.Tensor, order: torch.Tensor | None, shards: int)
     return torch.cat([part[order] for part in values.chunk(shards, 0)])
 
 
+def require(where: str, *rules: tuple[str, object, object, bool]) -> None:
+    """Refuse by the first ``(what, found, required, ok)`` that is not ok."""
+    for what, found, required, ok in rules:
+        if not ok:
+            raise UnsupportedError(field_error(where, what, found, required))
+
+
 def require_little_endian(layout: str) -> None:
     """Views of words as bytes assume that the low byte comes first."""
     if sys.byteorder != "little":
@@ -154,6 +161,14 @@ def bias_dtypes(experts: CanonicalExperts) -> dict[str, str]:
     """Name of the dtype in which each bias came, by GEMM."""
     found = {"w13": experts.w13.bias, "w2": experts.w2.bias}
     return {name: _name(bias.dtype) for name, bias in found.items() if bias is not None}
+
+
+def restored(
+    scheme: QuantScheme, num_inputs: int, fields: Parts, bias_dtype: str | None
+) -> QuantWeight:
+    """Unpacked ``fields`` as a weight, with what the layouts on tiles do not store."""
+    weight = with_single_group_index(QuantWeight(scheme, num_inputs, **fields))
+    return with_bias_dtype(weight, bias_dtype)
 
 
 def with_bias_dtype(weight: QuantWeight, dtype: str | None) -> QuantWeight:

@@ -1,8 +1,8 @@
-"""The two GEMMs of a layer side by side, and their bias: what the CPU layouts walk over."""
+"""The two GEMMs of a layer side by side, and their bias: what layouts walk over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,6 +21,21 @@ def schemes(problem: Problem) -> Iterator[tuple[str, QuantScheme, tuple[int, int
 def weights(experts: CanonicalExperts) -> Iterator[tuple[str, QuantWeight]]:
     yield "w13", experts.w13
     yield "w2", experts.w2
+
+
+#: ``(name, scheme, (experts, outputs, inputs), expert)`` to the fields of QuantWeight.
+UnpackExpert = Callable[[str, QuantScheme, tuple[int, int, int], int], common.Parts]
+
+
+def unpacked(packed: PackedExperts, unpack: UnpackExpert) -> CanonicalExperts:
+    """Both GEMMs, filled expert by expert with what ``unpack`` gives."""
+    found = []
+    for name, scheme, shape in schemes(packed.problem):
+        fields: common.Parts = {}
+        for expert in range(shape[0]):
+            common.fill(fields, expert, shape[0], unpack(name, scheme, shape, expert))
+        found.append(QuantWeight(scheme, shape[2], **fields))
+    return CanonicalExperts(packed.problem, *found)
 
 
 def group_inputs(scheme: QuantScheme, num_inputs: int) -> int:
@@ -42,10 +57,22 @@ def keep_bias(
         meta[f"{name}_bias_dtype"] = bias.dtype
 
 
-def give_bias(fields: common.Parts, packed: PackedExperts, name: str) -> None:
-    """Inverse of :func:`keep_bias`."""
-    if f"{name}_bias" in packed.tensors:
-        fields["bias"] = packed.tensors[f"{name}_bias"].to(packed.meta[f"{name}_bias_dtype"])
+def kept_bias(packed: PackedExperts, name: str, expert: int) -> common.Parts:
+    """Inverse of :func:`keep_bias`: ``bias`` ``[N]`` of one expert, nothing where there is none."""
+    stack = packed.tensors.get(f"{name}_bias")
+    if stack is None:
+        return {}
+    return {"bias": stack[expert].to(packed.meta[f"{name}_bias_dtype"])}
+
+
+def panels(table: torch.Tensor, width: int) -> torch.Tensor:
+    """``width`` outputs side by side: ``[N, G]`` to ``[N / width, G, width]``."""
+    return table.view(-1, width, table.shape[1]).transpose(1, 2)
+
+
+def panel_rows(values: torch.Tensor) -> torch.Tensor:
+    """Inverse of :func:`panels`."""
+    return values.transpose(1, 2).reshape(-1, values.shape[1])
 
 
 def interleave(rows: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from autosel.canonical import expert_codes, expert_zeros
-from autosel.core import CanonicalExperts, Problem, QuantWeight
+from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
 from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Layout, PackedExperts
@@ -114,31 +114,31 @@ class AtenInt4(Layout):
         return PackedExperts(self.key, experts.problem, tensors, meta)
 
     def unpack(self, packed: PackedExperts) -> CanonicalExperts:
-        problem = packed.problem
-        weights = []
-        for name, scheme, (count, _, inputs) in gemms.schemes(problem):
-            fields: common.Parts = {}
-            for e in range(count):
-                pairs = packed.tensors[f"{name}_scales_and_zeros"][e].transpose(0, 1)  # [N, G, 2]
-                scales, term = pairs[..., 0], pairs[..., 1]
-                codes = unpack_codes(packed.tensors[name][e])  # [N, K]
-                parts = {"scales": scales.to(common.scale_dtype(scheme))}
-                if scheme.has_g_idx:
-                    order = packed.tensors[f"{name}_gather"][e].long()
-                    codes = codes[:, torch.argsort(order)]
-                    parts["g_idx"] = common.group_index_of(order, scheme, inputs)
-                parts["codes"] = pack_last(codes, 4)
-                if not scheme.symmetric:
-                    ratio = torch.where(scales == 0, 0, term.double() / scales.double())
-                    zeros = (_MIDDLE - ratio).round().to(torch.uint8)
-                    if (name, e) in packed.meta["lone_zeros"]:
-                        lone, values = packed.meta["lone_zeros"][name, e]
-                        zeros[lone] = values
-                    parts["zero_points"] = zeros
-                common.fill(fields, e, count, parts)
-            gemms.give_bias(fields, packed, name)
-            weights.append(QuantWeight(scheme, inputs, **fields))
-        return CanonicalExperts(problem, *weights)
+        def expert(
+            name: str, scheme: QuantScheme, shape: tuple[int, int, int], e: int
+        ) -> common.Parts:
+            pairs = packed.tensors[f"{name}_scales_and_zeros"][e].transpose(0, 1)  # [N, G, 2]
+            scales, term = pairs[..., 0], pairs[..., 1]
+            codes = unpack_codes(packed.tensors[name][e])  # [N, K]
+            parts = {
+                "scales": scales.to(common.scale_dtype(scheme)),
+                **gemms.kept_bias(packed, name, e),
+            }
+            if scheme.has_g_idx:
+                order = packed.tensors[f"{name}_gather"][e].long()
+                codes = codes[:, torch.argsort(order)]
+                parts["g_idx"] = common.group_index_of(order, scheme, shape[2])
+            parts["codes"] = pack_last(codes, 4)
+            if not scheme.symmetric:
+                ratio = torch.where(scales == 0, 0, term.double() / scales.double())
+                zeros = (_MIDDLE - ratio).round().to(torch.uint8)
+                if (name, e) in packed.meta["lone_zeros"]:
+                    lone, values = packed.meta["lone_zeros"][name, e]
+                    zeros[lone] = values
+                parts["zero_points"] = zeros
+            return parts
+
+        return gemms.unpacked(packed, expert)
 
     def _check_finite(self, term: torch.Tensor, where: str) -> None:
         """``8 * S`` may pass float16's range where ``S`` does not."""
@@ -150,7 +150,8 @@ class AtenInt4(Layout):
     def _check(self, name: str, weight: QuantWeight) -> None:
         scheme, inputs = weight.scheme, weight.num_inputs
         group = gemms.group_inputs(scheme, inputs)
-        for what, found, required, ok in (
+        common.require(
+            f"layout {self.key}, {name}",
             ("bits", scheme.num_bits, 4, scheme.num_bits == 4),
             ("inputs of a group", group, f"one of {GROUP_SIZES}", group in GROUP_SIZES),
             ("inputs", inputs, f"a multiple of {group}", inputs % group == 0),
@@ -160,8 +161,4 @@ class AtenInt4(Layout):
                 f"a multiple of {OUTPUTS_MULTIPLE}",
                 weight.num_outputs % OUTPUTS_MULTIPLE == 0,
             ),
-        ):
-            if not ok:
-                raise UnsupportedError(
-                    field_error(f"layout {self.key}, {name}", what, found, required)
-                )
+        )

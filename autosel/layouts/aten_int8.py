@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from autosel.canonical import expert_codes
-from autosel.core import CanonicalExperts, Problem, QuantWeight
+from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
 from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Layout, PackedExperts
@@ -59,20 +59,17 @@ class AtenInt8(Layout):
         return PackedExperts(self.key, experts.problem, tensors, meta)
 
     def unpack(self, packed: PackedExperts) -> CanonicalExperts:
-        problem = packed.problem
-        weights = []
-        for name, scheme, (count, _, inputs) in gemms.schemes(problem):
-            fields: common.Parts = {}
-            for e in range(count):
-                scales = packed.tensors[f"{name}_scales"][e, :, None]  # [N, 1]
-                parts = {
-                    "codes": pack_last(packed.tensors[name][e].view(torch.uint8) ^ _SIGN, 8),
-                    "scales": scales.to(common.scale_dtype(scheme)),
-                }
-                common.fill(fields, e, count, parts)
-            gemms.give_bias(fields, packed, name)
-            weights.append(QuantWeight(scheme, inputs, **fields))
-        return CanonicalExperts(problem, *weights)
+        def expert(
+            name: str, scheme: QuantScheme, shape: tuple[int, int, int], e: int
+        ) -> common.Parts:
+            scales = packed.tensors[f"{name}_scales"][e, :, None]  # [N, 1]
+            return {
+                "codes": pack_last(packed.tensors[name][e].view(torch.uint8) ^ _SIGN, 8),
+                "scales": scales.to(common.scale_dtype(scheme)),
+                **gemms.kept_bias(packed, name, e),
+            }
+
+        return gemms.unpacked(packed, expert)
 
     def _check(self, name: str, weight: QuantWeight) -> None:
         scheme = weight.scheme

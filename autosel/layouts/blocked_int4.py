@@ -23,7 +23,6 @@ import torch
 
 from autosel.canonical import expert_codes, expert_zeros
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
-from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Layout, PackedExperts
 from autosel.layouts import _common as common
 from autosel.layouts import _gemms as gemms
@@ -60,16 +59,6 @@ def unpack_blocks(blocks: torch.Tensor) -> torch.Tensor:
     return grid.permute(0, 3, 4, 5, 1, 2, 6).reshape(tiles * LANES, count * inputs)
 
 
-def _lanes(table: torch.Tensor) -> torch.Tensor:
-    """``[N, G]`` to ``[N/32, G, 32]``."""
-    return table.view(-1, LANES, table.shape[1]).transpose(1, 2)
-
-
-def _rows(table: torch.Tensor) -> torch.Tensor:
-    """Inverse of :func:`_lanes`."""
-    return table.transpose(1, 2).reshape(-1, table.shape[1])
-
-
 @dataclass(frozen=True)
 class BlockedInt4(Layout):
     """See the module's text."""
@@ -101,36 +90,37 @@ class BlockedInt4(Layout):
                 spread = zeros.repeat_interleave(group, dim=1)  # [N, K]
                 parts = {
                     name: pack_blocks(expert_codes(weight, e), spread, inputs),
-                    f"{name}_zeros": _lanes(zeros.to(torch.int8)),
-                    f"{name}_scales": _lanes(weight.scales[e].to(torch.float32)),
+                    f"{name}_zeros": gemms.panels(zeros.to(torch.int8), LANES),
+                    f"{name}_scales": gemms.panels(weight.scales[e].to(torch.float32), LANES),
                 }
                 common.fill(tensors, e, count, parts)
         meta: dict[str, Any] = {"rounded": []}  # float32 holds every scale dtype
         return PackedExperts(self.key, experts.problem, tensors, meta)
 
     def unpack(self, packed: PackedExperts) -> CanonicalExperts:
-        problem = packed.problem
-        weights = []
-        for name, scheme, (count, _, inputs) in gemms.schemes(problem):
-            fields: common.Parts = {}
-            for e in range(count):
-                parts = {
-                    "codes": pack_last(unpack_blocks(packed.tensors[name][e]), 4),
-                    "scales": _rows(packed.tensors[f"{name}_scales"][e]).to(
-                        common.scale_dtype(scheme)
-                    ),
-                }
-                if not scheme.symmetric:
-                    parts["zero_points"] = _rows(packed.tensors[f"{name}_zeros"][e]).to(torch.uint8)
-                common.fill(fields, e, count, parts)
-            weights.append(QuantWeight(scheme, inputs, **fields))
-        return CanonicalExperts(problem, *weights)
+        def expert(
+            name: str, scheme: QuantScheme, shape: tuple[int, int, int], e: int
+        ) -> common.Parts:
+            parts = {
+                "codes": pack_last(unpack_blocks(packed.tensors[name][e]), 4),
+                "scales": gemms.panel_rows(packed.tensors[f"{name}_scales"][e]).to(
+                    common.scale_dtype(scheme)
+                ),
+            }
+            if not scheme.symmetric:
+                parts["zero_points"] = gemms.panel_rows(packed.tensors[f"{name}_zeros"][e]).to(
+                    torch.uint8
+                )
+            return parts
+
+        return gemms.unpacked(packed, expert)
 
     def _check(self, name: str, weight: QuantWeight) -> None:
         scheme, inputs, outputs = weight.scheme, weight.num_inputs, weight.num_outputs
         block = block_inputs(scheme, inputs)
         group = gemms.group_inputs(scheme, inputs)
-        for what, found, required, ok in (
+        common.require(
+            f"layout {self.name}, {name}",
             ("bits", scheme.num_bits, 4, scheme.num_bits == 4),
             ("act-order", scheme.has_g_idx, False, not scheme.has_g_idx),
             ("bias", "present", "none", weight.bias is None),
@@ -138,8 +128,4 @@ class BlockedInt4(Layout):
             ("inputs of a group", group, f"a multiple of {block}", group % block == 0),
             ("inputs", inputs, f"a multiple of {group}", inputs % group == 0),
             ("outputs", outputs, f"a multiple of {LANES}", outputs % LANES == 0),
-        ):
-            if not ok:
-                raise UnsupportedError(
-                    field_error(f"layout {self.name}, {name}", what, found, required)
-                )
+        )

@@ -16,11 +16,11 @@ from typing import Any, ClassVar
 import torch
 
 from autosel.canonical import check_experts
-from autosel.core import CanonicalExperts, Problem, QuantWeight
+from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
-from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Layout, PackedExperts
 from autosel.layouts import _common as common
+from autosel.layouts import _gemms as gemms
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _STORED_ZEROS = 0x77777777
@@ -89,30 +89,21 @@ class Exllama(Layout):
         return PackedExperts(self.key, problem, stacks, meta)
 
     def unpack(self, packed: PackedExperts) -> CanonicalExperts:
-        problem, count = packed.problem, packed.problem.num_local_experts
-        weights = []
-        for name, scheme, inputs in (
-            ("w13", problem.w13, problem.hidden_size),
-            ("w2", problem.w2, problem.intermediate_size),
-        ):
-            fields: common.Parts = {}
-            for e in range(count):
-                scales = packed.tensors[f"{name}_scales"][e].T.to(common.scale_dtype(scheme))
-                parts = {"codes": unshuffle_words(packed.tensors[name][e].T), "scales": scales}
-                common.fill(fields, e, count, parts)
-            weights.append(QuantWeight(scheme, inputs, **fields))
-        return CanonicalExperts(problem, *weights)
+        def expert(
+            name: str, scheme: QuantScheme, shape: tuple[int, int, int], e: int
+        ) -> common.Parts:
+            scales = packed.tensors[f"{name}_scales"][e].T.to(common.scale_dtype(scheme))
+            return {"codes": unshuffle_words(packed.tensors[name][e].T), "scales": scales}
+
+        return gemms.unpacked(packed, expert)
 
     def _check(self, name: str, weight: QuantWeight) -> None:
         scheme = weight.scheme
         plain = scheme.num_bits == 4 and scheme.symmetric and not scheme.has_g_idx
-        for what, found, required, ok in (
+        common.require(
+            f"layout {self.name}, {name}",
             ("scheme", scheme.key, "symmetric 4 bit without act-order", plain),
             ("bias", "present", "none", weight.bias is None),
             ("outputs", weight.num_outputs, "a multiple of 8", weight.num_outputs % 8 == 0),
             ("inputs", weight.num_inputs, "a multiple of 8", weight.num_inputs % 8 == 0),
-        ):
-            if not ok:
-                raise UnsupportedError(
-                    field_error(f"layout {self.name}, {name}", what, found, required)
-                )
+        )

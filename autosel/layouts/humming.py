@@ -18,16 +18,15 @@ see :func:`wide_codes`. Source: ``humming.transform`` of humming-kernels (Apache
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from autosel.canonical import check_experts, expert_codes
-from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
+from autosel.canonical import expert_codes
+from autosel.core import Problem, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
-from autosel.errors import UnsupportedError, field_error
-from autosel.interfaces import Layout, PackedExperts
 from autosel.layouts import _common as common
+from autosel.layouts._marlin_layer import Gemm, MarlinLayer
 from autosel.layouts._marlin_tiles import (
     pack_tiles,
     permute_grouped,
@@ -56,101 +55,44 @@ def is_wide(scheme: QuantScheme, act_dtype: str) -> bool:
     return scheme.num_bits == 8 and act_dtype == "bfloat16"
 
 
-@dataclass(frozen=True)
-class Gemm:
-    """Logical and stored sizes of one GEMM."""
-
-    name: str
-    scheme: QuantScheme
-    shards: int
-    outputs: int
-    inputs: int
-
-    @property
-    def stored_outputs(self) -> int:
-        return -(-self.outputs // PAD_N) * PAD_N
-
-    @property
-    def stored_inputs(self) -> int:
-        return -(-self.inputs // PAD_K) * PAD_K
-
-    @property
-    def stored_groups(self) -> int:
-        group = self.scheme.group_size
-        return 1 if group == -1 else self.stored_inputs // group
-
-
 def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
+    """Sizes of w13 and w2, as the package's kernels are told them."""
     shards, hidden, inner = problem.num_shards, problem.hidden_size, problem.intermediate_size
+
+    def gemm(name: str, scheme: QuantScheme, shards: int, outputs: int, inputs: int) -> Gemm:
+        stored_outputs, stored_inputs = -(-outputs // PAD_N) * PAD_N, -(-inputs // PAD_K) * PAD_K
+        groups = 1 if scheme.group_size == -1 else stored_inputs // scheme.group_size
+        return Gemm(name, scheme, shards, outputs, stored_outputs, inputs, stored_inputs, groups)
+
     return (
-        Gemm("w13", problem.w13, shards, shards * inner, hidden),
-        Gemm("w2", problem.w2, 1, hidden, inner),
+        gemm("w13", problem.w13, shards, shards * inner, hidden),
+        gemm("w2", problem.w2, 1, hidden, inner),
     )
 
 
 @dataclass(frozen=True)
-class Humming(Layout):
-    """See the module's text; casts and exactness as :class:`autosel.layouts.marlin.Marlin`."""
+class Humming(MarlinLayer):
+    """See the module's text; casts and exactness as its base class."""
 
     name: ClassVar[str] = "humming"
-    act_dtype: str = "bfloat16"
 
-    @property
-    def key(self) -> str:
-        return f"{self.name}-{self.act_dtype}"
+    def gemms(self, problem: Problem) -> tuple[Gemm, Gemm]:
+        return gemms(problem)
 
-    def nbytes(self, problem: Problem) -> int:
-        total = 0
+    def check(self, problem: Problem) -> None:
         for gemm in gemms(problem):
-            outputs, bits = gemm.stored_outputs, gemm.scheme.num_bits
-            total += outputs * gemm.stored_inputs * bits // 8
-            total += outputs * gemm.stored_groups * 2
-            if not gemm.scheme.symmetric:
-                total += outputs * gemm.stored_groups * bits // 8
-            if problem.has_bias:
-                total += outputs * 2
-        for gemm in gemms(problem):
-            if common.keeps_order(gemm.scheme, gemm.inputs):
-                total += gemm.inputs * 4
-        return total * problem.num_local_experts
+            group, inputs = gemm.scheme.group_size, gemm.stored_inputs
+            required = f"-1 or a divisor of the padded input size {inputs}"
+            fits = group == -1 or inputs % group == 0
+            common.require(f"layout humming, {gemm.name}", ("group_size", group, required, fits))
 
-    def pack(self, experts: CanonicalExperts) -> PackedExperts:
-        """Raises UnsupportedError for groups that don't tile K', uneven act-order, lost scales."""
-        check_experts(experts)
-        problem = experts.problem
-        first, second = gemms(problem)
-        for gemm in (first, second):
-            group = gemm.scheme.group_size
-            if group != -1 and gemm.stored_inputs % group:
-                raise UnsupportedError(
-                    field_error(
-                        f"layout humming, {gemm.name}",
-                        "group_size",
-                        group,
-                        f"-1 or a divisor of the padded input size {gemm.stored_inputs}",
-                    )
-                )
-        stacks: common.Parts = {}
-        for e in range(problem.num_local_experts):
-            order13 = common.kept_order(experts.w13, e, "w13")
-            order2 = common.kept_order(experts.w2, e, "w2")
-            parts = self._pack_gemm(experts.w13, e, first, rows=order2, cols=order13)
-            parts |= self._pack_gemm(experts.w2, e, second, cols=order2)
-            for gemm, order in ((first, order13), (second, order2)):
-                if order is not None:
-                    parts[f"{gemm.name}_order"] = order.to(torch.int32)
-            common.fill(stacks, e, problem.num_local_experts, parts)
-        meta: dict[str, Any] = {"rounded": common.rounded(experts, torch_dtype(self.act_dtype))}
-        meta["bias_dtypes"] = common.bias_dtypes(experts)
-        return PackedExperts(self.key, problem, stacks, meta)
-
-    def _pack_gemm(
+    def pack_gemm(
         self,
         weight: QuantWeight,
         e: int,
         gemm: Gemm,
-        rows: torch.Tensor | None = None,
-        cols: torch.Tensor | None = None,
+        rows: torch.Tensor | None,
+        cols: torch.Tensor | None,
     ) -> common.Parts:
         dtype, name, scheme = torch_dtype(self.act_dtype), gemm.name, gemm.scheme
 
@@ -179,36 +121,12 @@ class Humming(Layout):
             parts[f"{name}_bias"] = permute_single(place(bias[:, None], 1)[:, 0])
         return parts
 
-    def unpack(self, packed: PackedExperts) -> CanonicalExperts:
-        problem, count = packed.problem, packed.problem.num_local_experts
-        fields: dict[str, common.Parts] = {"w13": {}, "w2": {}}
-        for e in range(count):
-            tensors = {name: stack[e] for name, stack in packed.tensors.items()}
-            order13, order2 = tensors.get("w13_order"), tensors.get("w2_order")
-            first, second = gemms(problem)
-            common.fill(
-                fields["w13"],
-                e,
-                count,
-                self._unpack_gemm(tensors, first, rows=order2, cols=order13),
-            )
-            common.fill(fields["w2"], e, count, self._unpack_gemm(tensors, second, cols=order2))
-        dtypes = packed.meta["bias_dtypes"]
-        w13 = QuantWeight(problem.w13, problem.hidden_size, **fields["w13"])
-        w2 = QuantWeight(problem.w2, problem.intermediate_size, **fields["w2"])
-        w13, w2 = common.with_single_group_index(w13), common.with_single_group_index(w2)
-        return CanonicalExperts(
-            problem,
-            common.with_bias_dtype(w13, dtypes.get("w13")),
-            common.with_bias_dtype(w2, dtypes.get("w2")),
-        )
-
-    def _unpack_gemm(
+    def unpack_gemm(
         self,
         tensors: common.Parts,
         gemm: Gemm,
-        rows: torch.Tensor | None = None,
-        cols: torch.Tensor | None = None,
+        rows: torch.Tensor | None,
+        cols: torch.Tensor | None,
     ) -> common.Parts:
         name, scheme, bits = gemm.name, gemm.scheme, gemm.scheme.num_bits
         back = None if rows is None else torch.argsort(rows.long())

@@ -19,16 +19,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from autosel.canonical import check_experts, expert_codes
-from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
+from autosel.canonical import expert_codes
+from autosel.core import Problem, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
-from autosel.errors import UnsupportedError, field_error
-from autosel.interfaces import Layout, PackedExperts
 from autosel.layouts import _common as common
+from autosel.layouts._marlin_layer import Gemm, MarlinLayer
 from autosel.layouts._marlin_tiles import (
     pack_tiles,
     pack_zeros,
@@ -52,191 +51,93 @@ def padded_intermediate(problem: Problem) -> int:
 
 
 @dataclass(frozen=True)
-class Gemm:
-    """Sizes of one GEMM: ``shards`` blocks of ``rows`` outputs, stored as ``stored_rows``."""
-
-    name: str
-    scheme: QuantScheme
-    shards: int
-    rows: int
-    stored_rows: int
-    inputs: int
-    stored_inputs: int
-
-    @property
-    def num_groups(self) -> int:
-        return self.scheme.num_groups(self.inputs)
-
-    @property
-    def stored_groups(self) -> int:
-        """Scale rows handed to the kernel, which divides ``stored_inputs`` by them."""
-        if self.num_groups == 1:
-            return 1
-        return self.stored_inputs // self.scheme.group_size
-
-
-def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
-    hidden, inner, stored = (
-        problem.hidden_size,
-        problem.intermediate_size,
-        padded_intermediate(problem),
-    )
-    return (
-        Gemm("w13", problem.w13, problem.num_shards, inner, stored, hidden, hidden),
-        Gemm("w2", problem.w2, 1, hidden, hidden, inner, stored),
-    )
-
-
-@dataclass(frozen=True)
-class Marlin(Layout):
-    """See the module's text. ``act_dtype`` is also the dtype of scales and bias.
-
-    Scales in another dtype are cast. A cast that only rounds (float16 to bfloat16) is named in
-    ``meta["rounded"]`` and :meth:`unpack` then returns the rounded scales; one that would lose
-    their range raises UnsupportedError. Otherwise the round trip is exact.
-    """
+class Marlin(MarlinLayer):
+    """See the module's text; casts and exactness as its base class."""
 
     name: ClassVar[str] = "marlin"
-    act_dtype: str = "bfloat16"
 
-    @property
-    def key(self) -> str:
-        return f"{self.name}-{self.act_dtype}"
+    def gemms(self, problem: Problem) -> tuple[Gemm, Gemm]:
+        hidden, inner = problem.hidden_size, problem.intermediate_size
+        shards, stored = problem.num_shards, padded_intermediate(problem)
 
-    def nbytes(self, problem: Problem) -> int:
-        total = 0
-        for gemm in gemms(problem):
-            outputs = gemm.shards * gemm.stored_rows
-            bits = gemm.scheme.num_bits
-            total += outputs * gemm.stored_inputs * bits // 8
-            total += outputs * gemm.stored_groups * 2
-            if not gemm.scheme.symmetric:
-                total += outputs * gemm.stored_groups * bits // 8
-            if problem.has_bias:
-                total += outputs * 2
-        for gemm in gemms(problem):
-            if common.keeps_order(gemm.scheme, gemm.inputs):
-                total += gemm.inputs * 4
-        return total * problem.num_local_experts
+        def groups(scheme: QuantScheme, inputs: int, stored_inputs: int) -> int:
+            """The kernel divides the stored inputs by this."""
+            single = common.single_group(scheme, inputs)
+            return 1 if single else stored_inputs // scheme.group_size
 
-    def pack(self, experts: CanonicalExperts) -> PackedExperts:
-        """Raises UnsupportedError for sizes that are no tile, uneven act-order, lost scales."""
-        check_experts(experts)
-        problem = experts.problem
-        self._check(problem)
-        dtype = torch_dtype(self.act_dtype)
-        first, second = gemms(problem)
-        stacks: common.Parts = {}
-        for e in range(problem.num_local_experts):
-            order13 = common.kept_order(experts.w13, e, "w13")
-            order2 = common.kept_order(experts.w2, e, "w2")
-            parts = _pack_gemm(experts.w13, e, first, dtype, rows=order2, cols=order13)
-            parts |= _pack_gemm(experts.w2, e, second, dtype, cols=order2)
-            for gemm, order in ((first, order13), (second, order2)):
-                if order is not None:
-                    parts[f"{gemm.name}_order"] = order.to(torch.int32)
-            common.fill(stacks, e, problem.num_local_experts, parts)
-        meta: dict[str, Any] = {"rounded": common.rounded(experts, dtype)}
-        meta["bias_dtypes"] = common.bias_dtypes(experts)
-        return PackedExperts(self.key, problem, stacks, meta)
-
-    def unpack(self, packed: PackedExperts) -> CanonicalExperts:
-        problem = packed.problem
-        first, second = gemms(problem)
-        fields: dict[str, common.Parts] = {"w13": {}, "w2": {}}
-        for e in range(problem.num_local_experts):
-            tensors = {name: stack[e] for name, stack in packed.tensors.items()}
-            order13, order2 = tensors.get("w13_order"), tensors.get("w2_order")
-            count = problem.num_local_experts
-            common.fill(
-                fields["w13"], e, count, _unpack_gemm(tensors, first, rows=order2, cols=order13)
-            )
-            common.fill(fields["w2"], e, count, _unpack_gemm(tensors, second, cols=order2))
-        dtypes = packed.meta["bias_dtypes"]
-        w13 = QuantWeight(problem.w13, problem.hidden_size, **fields["w13"])
-        w2 = QuantWeight(problem.w2, problem.intermediate_size, **fields["w2"])
-        w13, w2 = common.with_single_group_index(w13), common.with_single_group_index(w2)
-        return CanonicalExperts(
-            problem,
-            common.with_bias_dtype(w13, dtypes.get("w13")),
-            common.with_bias_dtype(w2, dtypes.get("w2")),
+        g13, g2 = groups(problem.w13, hidden, hidden), groups(problem.w2, inner, stored)
+        return (
+            Gemm("w13", problem.w13, shards, shards * inner, shards * stored, hidden, hidden, g13),
+            Gemm("w2", problem.w2, 1, hidden, hidden, inner, stored, g2),
         )
 
-    def _check(self, problem: Problem) -> None:
-        if problem.hidden_size % 128:
-            raise UnsupportedError(
-                field_error(
-                    "layout marlin", "hidden_size", problem.hidden_size, "a multiple of 128"
-                )
-            )
-        for gemm in gemms(problem):
-            if gemm.num_groups > 1 and gemm.scheme.group_size not in GROUP_SIZES:
-                raise UnsupportedError(
-                    field_error(
-                        f"layout marlin, {gemm.name}",
-                        "group_size",
-                        gemm.scheme.group_size,
-                        f"-1 or one of {', '.join(map(str, GROUP_SIZES))}",
-                    )
-                )
+    def check(self, problem: Problem) -> None:
+        hidden = problem.hidden_size
+        common.require(
+            "layout marlin", ("hidden_size", hidden, "a multiple of 128", hidden % 128 == 0)
+        )
+        required = f"-1 or one of {', '.join(map(str, GROUP_SIZES))}"
+        for gemm in self.gemms(problem):
+            size = gemm.scheme.group_size
+            fits = common.single_group(gemm.scheme, gemm.inputs) or size in GROUP_SIZES
+            common.require(f"layout marlin, {gemm.name}", ("group_size", size, required, fits))
 
+    def pack_gemm(
+        self,
+        weight: QuantWeight,
+        e: int,
+        gemm: Gemm,
+        rows: torch.Tensor | None,
+        cols: torch.Tensor | None,
+    ) -> common.Parts:
+        dtype, stored_rows = torch_dtype(self.act_dtype), gemm.stored_outputs // gemm.shards
 
-def _pack_gemm(
-    weight: QuantWeight,
-    e: int,
-    gemm: Gemm,
-    dtype: torch.dtype,
-    rows: torch.Tensor | None = None,
-    cols: torch.Tensor | None = None,
-) -> common.Parts:
-    """One expert's tensors of one GEMM; ``rows`` and ``cols`` reorder outputs and inputs."""
+        def place(values: torch.Tensor, width: int) -> torch.Tensor:
+            values = common.fold_w2_order(values, rows, gemm.shards)
+            return common.pad_shards(values, gemm.shards, stored_rows, width)  # [N, width]
 
-    def place(values: torch.Tensor, width: int) -> torch.Tensor:
-        values = common.fold_w2_order(values, rows, gemm.shards)
-        return common.pad_shards(values, gemm.shards, gemm.stored_rows, width)  # [N, width]
+        codes = expert_codes(weight, e)  # [N, K]
+        if cols is not None:
+            codes = codes[:, cols]
+        bits, name, groups = gemm.scheme.num_bits, gemm.name, gemm.stored_groups
+        scales = common.cast_scales(weight.scales[e], dtype, f"{name}.scales of expert {e}")
+        parts = {
+            name: pack_tiles(place(codes, gemm.stored_inputs), bits),
+            f"{name}_scales": permute_scales(place(scales, groups).T.contiguous()),
+        }
+        if weight.zero_points is not None:
+            zeros = place(weight.zero_points[e], groups)
+            parts[f"{name}_zeros"] = pack_zeros(zeros.T.contiguous(), bits)
+        if weight.bias is not None:
+            bias = common.cast_scales(weight.bias[e], dtype, f"{name}.bias of expert {e}")
+            parts[f"{name}_bias"] = permute_single(place(bias[:, None], 1)[:, 0])
+        return parts
 
-    codes = expert_codes(weight, e)  # [N, K]
-    if cols is not None:
-        codes = codes[:, cols]
-    bits, name, groups = gemm.scheme.num_bits, gemm.name, gemm.stored_groups
-    scales = common.cast_scales(weight.scales[e], dtype, f"{name}.scales of expert {e}")
-    parts = {
-        name: pack_tiles(place(codes, gemm.stored_inputs), bits),
-        f"{name}_scales": permute_scales(place(scales, groups).T.contiguous()),
-    }
-    if weight.zero_points is not None:
-        zeros = place(weight.zero_points[e], groups)
-        parts[f"{name}_zeros"] = pack_zeros(zeros.T.contiguous(), bits)
-    if weight.bias is not None:
-        bias = common.cast_scales(weight.bias[e], dtype, f"{name}.bias of expert {e}")
-        parts[f"{name}_bias"] = permute_single(place(bias[:, None], 1)[:, 0])
-    return parts
+    def unpack_gemm(
+        self,
+        tensors: common.Parts,
+        gemm: Gemm,
+        rows: torch.Tensor | None,
+        cols: torch.Tensor | None,
+    ) -> common.Parts:
+        back = None if rows is None else torch.argsort(rows.long())
 
+        def place(values: torch.Tensor, width: int) -> torch.Tensor:
+            values = common.cut_shards(values, gemm.shards, gemm.outputs // gemm.shards, width)
+            return common.fold_w2_order(values, back, gemm.shards)
 
-def _unpack_gemm(
-    tensors: common.Parts,
-    gemm: Gemm,
-    rows: torch.Tensor | None = None,
-    cols: torch.Tensor | None = None,
-) -> common.Parts:
-    back = None if rows is None else torch.argsort(rows.long())
-
-    def place(values: torch.Tensor, width: int) -> torch.Tensor:
-        values = common.cut_shards(values, gemm.shards, gemm.rows, width)
-        return common.fold_w2_order(values, back, gemm.shards)
-
-    bits, name, scheme = gemm.scheme.num_bits, gemm.name, gemm.scheme
-    groups = gemm.num_groups
-    codes = place(unpack_tiles(tensors[name], bits), gemm.inputs)
-    out: common.Parts = {}
-    if cols is not None:
-        codes = codes[:, torch.argsort(cols.long())]
-        out["g_idx"] = common.group_index_of(cols, scheme, gemm.inputs)
-    out["codes"] = pack_last(codes, bits)
-    scales = permute_scales(tensors[f"{name}_scales"]).T  # its own inverse
-    out["scales"] = place(scales, groups).to(common.scale_dtype(scheme))
-    if f"{name}_zeros" in tensors:
-        out["zero_points"] = place(unpack_zeros(tensors[f"{name}_zeros"], bits).T, groups)
-    if f"{name}_bias" in tensors:
-        out["bias"] = place(permute_single(tensors[f"{name}_bias"])[:, None], 1)[:, 0]
-    return out
+        bits, name, scheme = gemm.scheme.num_bits, gemm.name, gemm.scheme
+        groups = scheme.num_groups(gemm.inputs)
+        codes = place(unpack_tiles(tensors[name], bits), gemm.inputs)
+        out: common.Parts = {}
+        if cols is not None:
+            codes = codes[:, torch.argsort(cols.long())]
+            out["g_idx"] = common.group_index_of(cols, scheme, gemm.inputs)
+        out["codes"] = pack_last(codes, bits)
+        scales = permute_scales(tensors[f"{name}_scales"]).T  # its own inverse
+        out["scales"] = place(scales, groups).to(common.scale_dtype(scheme))
+        if f"{name}_zeros" in tensors:
+            out["zero_points"] = place(unpack_zeros(tensors[f"{name}_zeros"], bits).T, groups)
+        if f"{name}_bias" in tensors:
+            out["bias"] = place(permute_single(tensors[f"{name}_bias"])[:, None], 1)[:, 0]
+        return out

@@ -28,6 +28,7 @@ from autosel.canonical import expert_codes
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Layout, PackedExperts
+from autosel.layouts import _gemms as gemms
 from autosel.packing import pack_last
 
 LANES = 16
@@ -66,16 +67,6 @@ def unpack_codes(words: torch.Tensor, num_bits: int) -> torch.Tensor:
     shifts = _shifts(num_bits, words.device)  # [pairs, 2]
     fields = (words.transpose(1, 2)[..., None, None] >> shifts) & ((1 << num_bits) - 1)
     return fields.to(torch.uint8).reshape(panels * LANES, count * (32 // num_bits))
-
-
-def _panels(table: torch.Tensor) -> torch.Tensor:
-    """``[N, G]`` to ``[N / 16, G, 16]``."""
-    return table.view(-1, LANES, table.shape[1]).transpose(1, 2)
-
-
-def _rows(panels: torch.Tensor) -> torch.Tensor:
-    """Inverse of :func:`_panels`."""
-    return panels.transpose(1, 2).reshape(-1, panels.shape[1])
 
 
 def sorted_inputs(weight: QuantWeight, name: str) -> torch.Tensor | None:
@@ -209,9 +200,13 @@ def _pack_weight(
             codes = codes[:, inputs_order[expert]]
         codes = torch.nn.functional.pad(codes, (0, words * scheme.pack_factor - inputs))
         packed[f"{name}_codes"][expert] = pack_codes(arranged(codes, expert), scheme.num_bits)
-        packed[f"{name}_scales"][expert] = _panels(arranged(weight.scales[expert], expert))
+        packed[f"{name}_scales"][expert] = gemms.panels(
+            arranged(weight.scales[expert], expert), LANES
+        )
         if weight.zero_points is not None:
-            packed[f"{name}_zeros"][expert] = _panels(arranged(weight.zero_points[expert], expert))
+            packed[f"{name}_zeros"][expert] = gemms.panels(
+                arranged(weight.zero_points[expert], expert), LANES
+            )
         if weight.bias is not None:
             column = weight.bias[expert].to(torch.float32)[:, None]
             packed[f"{name}_bias"][expert] = arranged(column, expert)[:, 0]
@@ -241,7 +236,7 @@ def _unpack_weight(
         panels = packed.tensors.get(f"{name}_{suffix}")
         if panels is None:
             return None
-        return torch.stack([restored(_rows(panels[e]), e) for e in range(experts)])
+        return torch.stack([restored(gemms.panel_rows(panels[e]), e) for e in range(experts)])
 
     words = []
     for expert in range(experts):

@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import torch
 
 from autosel.canonical import check_experts, expert_codes
-from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
+from autosel.core import CanonicalExperts, Problem, QuantScheme
 from autosel.dtypes import torch_dtype
 from autosel.interfaces import Layout, PackedExperts
 from autosel.layouts import _common as common
@@ -134,11 +134,6 @@ class Sizes:
 
 
 # ------------------------------------------------------------------ the layout
-def _pad_shards(t: torch.Tensor, shards: int, rows: int, cols: int) -> torch.Tensor:
-    """Pad every shard's rows; ``[shards * r, c]`` to ``[shards * rows, cols]``."""
-    return torch.cat([common.pad2(part, rows, cols) for part in t.chunk(shards, 0)])
-
-
 @dataclass(frozen=True)
 class Wna16Tiled(Layout):
     """See the module's text. ``act_dtype`` is also the dtype of scales.
@@ -200,9 +195,8 @@ class Wna16Tiled(Layout):
             ("13", problem.w13, problem.hidden_size),
             ("2", problem.w2, problem.intermediate_size),
         ):
-            weight = QuantWeight(scheme, inputs, **fields[name])
-            weight = common.with_single_group_index(weight)
-            weights.append(common.with_bias_dtype(weight, dtypes.get(f"w{name}")))
+            bias_dtype = dtypes.get(f"w{name}")
+            weights.append(common.restored(scheme, inputs, fields[name], bias_dtype))
         return CanonicalExperts(problem, *weights)
 
 
@@ -220,7 +214,7 @@ def _pack_expert(
     def rows13(t: torch.Tensor, cols: int) -> torch.Tensor:
         """w13 rows: reorder to w2's inputs, pad each shard, interleave gate and up."""
         t = common.fold_w2_order(t, order2, shards)
-        t = _pad_shards(t, shards, sizes.intermediate, cols)
+        t = common.pad_shards(t, shards, sizes.intermediate, cols)
         return interleave_shards(t) if shards == 2 else t
 
     def rows2(t: torch.Tensor, cols: int) -> torch.Tensor:
@@ -262,7 +256,7 @@ def _unpack_gemm(
     def place(t: torch.Tensor, cols: int) -> torch.Tensor:
         if shards == 2:
             t = split_shards(t)
-        t = torch.cat([part[:outputs, :cols] for part in t.chunk(shards, 0)])
+        t = common.cut_shards(t, shards, outputs, cols)
         return common.fold_w2_order(t, back, shards)
 
     codes = place(unpack_codes(tensors[f"w{name}"], scheme.num_bits), inputs)

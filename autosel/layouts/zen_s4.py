@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 import torch
 
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
-from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Layout, PackedExperts
 from autosel.layouts import _common as common
 from autosel.layouts import _gemms as gemms
@@ -78,34 +77,27 @@ class ZenS4(Layout):
         return PackedExperts(self.key, experts.problem, tensors, meta)
 
     def unpack(self, packed: PackedExperts) -> CanonicalExperts:
-        problem = packed.problem
-        weights = []
-        for name, scheme, (count, _, inputs) in gemms.schemes(problem):
-            fields: common.Parts = {}
-            for e in range(count):
-                parts = {
-                    "codes": packed.tensors[name][e] ^ _SIGNS,
-                    "scales": packed.tensors[f"{name}_scales"][e].T.to(common.scale_dtype(scheme)),
-                }
-                if f"{name}_bias" in packed.tensors:
-                    dtype = packed.meta[f"{name}_bias_dtype"]
-                    parts["bias"] = packed.tensors[f"{name}_bias"][e].to(dtype)
-                if self.interleaved and name == "w13":
-                    parts = {key: gemms.deinterleave(part) for key, part in parts.items()}
-                common.fill(fields, e, count, parts)
-            weights.append(QuantWeight(scheme, inputs, **fields))
-        return CanonicalExperts(problem, *weights)
+        def expert(
+            name: str, scheme: QuantScheme, shape: tuple[int, int, int], e: int
+        ) -> common.Parts:
+            parts = {
+                "codes": packed.tensors[name][e] ^ _SIGNS,
+                "scales": packed.tensors[f"{name}_scales"][e].T.to(common.scale_dtype(scheme)),
+                **gemms.kept_bias(packed, name, e),
+            }
+            if self.interleaved and name == "w13":
+                parts = {key: gemms.deinterleave(part) for key, part in parts.items()}
+            return parts
+
+        return gemms.unpacked(packed, expert)
 
     def _check(self, name: str, weight: QuantWeight) -> None:
         scheme, inputs = weight.scheme, weight.num_inputs
         group = gemms.group_inputs(scheme, inputs)
         plain = scheme.num_bits == 4 and scheme.symmetric and not scheme.has_g_idx
-        for what, found, required, ok in (
+        common.require(
+            f"layout {self.key}, {name}",
             ("scheme", scheme.key, "symmetric 4 bit without act-order", plain),
             ("inputs", inputs, "a multiple of 8", inputs % 8 == 0),
             ("inputs", inputs, f"a multiple of {group}", inputs % group == 0),
-        ):
-            if not ok:
-                raise UnsupportedError(
-                    field_error(f"layout {self.key}, {name}", what, found, required)
-                )
+        )
