@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from autosel import registry
 from autosel.buckets import buckets, newest_cover
@@ -28,7 +28,7 @@ from autosel.core import (
     TokenBucket,
 )
 from autosel.decide import decide
-from autosel.errors import AutoselError, NothingUsableError, StoreError
+from autosel.errors import AutoselError, NothingUsableError, StoreError, field_error
 from autosel.explanation import COLD, explain
 from autosel.interfaces import Backend
 from autosel.store import Store
@@ -70,6 +70,9 @@ class Chooser:
         allow_a8: bool = False,
         layouts: Layouts = "one",
     ) -> None:
+        if layouts not in get_args(Layouts):
+            wanted = " or ".join(map(repr, get_args(Layouts)))
+            raise AutoselError(field_error("FusedMoE", "layouts", repr(layouts), wanted))
         self.problem, self.device = problem, device
         self._db, self._routing, self._allow_a8, self._layouts = db, routing, allow_a8, layouts
         self._failed: dict[Candidate, str] = {}

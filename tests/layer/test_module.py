@@ -465,8 +465,15 @@ def test_layers_that_cannot_be_loaded_are_named(get_checkpoint, tmp_path):
         FusedMoE.from_checkpoint(path, 0)
     with pytest.raises(UnsupportedError, match="multiple of 5"):
         FusedMoE.from_checkpoint(path, 1, tp_size=5)
-    with pytest.raises(AutoselError, match="device"):
-        FusedMoE.from_checkpoint(path, 1, device="nowhere")
+    for device in ("nowhere", "meta"):
+        with pytest.raises(AutoselError, match="device"):
+            FusedMoE.from_checkpoint(path, 1, device=device)
+    with pytest.raises(AutoselError, match="layouts: found 'some', expected 'one' or 'all'"):
+        FusedMoE.from_checkpoint(path, 1, layouts="some")
+    with pytest.raises(AutoselError, match="act_dtype"):
+        FusedMoE.from_checkpoint(path, 1, act_dtype="int8")
+    with pytest.raises(AutoselError, match="nowhere"):
+        FusedMoE.from_checkpoint("nowhere", 1)
 
 
 def test_a_layer_that_is_refused_stops_the_loading_of_a_model(get_checkpoint, monkeypatch):
