@@ -87,6 +87,12 @@ def reduce(
     )
 
 
+def _decode_options(layer: TiledLayer, pre: str, p: Params) -> dict[str, Any]:
+    """Constants that both decode kernels have."""
+    options = {name.upper(): p[f"{pre}_{name}"] for name in ("r", "ks", "kw", "sub", "stages")}
+    return options | {"ASM": layer.asm, "PDL": layer.pdl}
+
+
 def decode_up_launch(
     layer: TiledLayer, x: torch.Tensor, ids: torch.Tensor, h: torch.Tensor, xdiv: int, p: Params
 ) -> Launch:
@@ -99,13 +105,7 @@ def decode_up_launch(
             **layer.gemm(True),
             **layer.act(),
             XDIV=xdiv,
-            R=p["up_r"],
-            KS=p["up_ks"],
-            KW=p["up_kw"],
-            SUB=p["up_sub"],
-            STAGES=p["up_stages"],
-            ASM=layer.asm,
-            PDL=layer.pdl,
+            **_decode_options(layer, "up", p),
             num_warps=p["up_ks"],
             **pdl_option(layer),
         ),
@@ -128,25 +128,29 @@ def decode_down_launch(
             **layer.gemm(False),
             TOPK=layer.top_k,
             TP=next_power_of_two(layer.top_k),
-            R=p["down_r"],
-            KS=p["down_ks"],
-            KW=p["down_kw"],
-            SUB=p["down_sub"],
-            STAGES=p["down_stages"],
-            ASM=layer.asm,
-            PDL=layer.pdl,
+            **_decode_options(layer, "down", p),
             num_warps=p["down_warps"],
             **pdl_option(layer),
         ),
     )
 
 
-def _columns(layer: TiledLayer, slots: int, tok: int, is_sorted: bool) -> tuple[int, bool]:
-    """Program columns of a grouped GEMM, and whether a column is a slot or a block."""
+def _columns(
+    layer: TiledLayer, ids: torch.Tensor, tok: int, sorted_: tuple[Any, ...] | None
+) -> tuple[int, torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Program columns of a grouped GEMM, the order of the slots and the blocks, and the constants
+    by which a column finds its slots; one that is no block is a slot or an expert.
+    """
+    slots, is_sorted = ids.numel(), sorted_ is not None
     by_slot = not is_sorted and slots <= layer.experts
+    order, blocks = (ids, ids) if sorted_ is None else (sorted_[0], sorted_[2])
     if is_sorted:
-        return max_blocks(slots, layer.experts, tok), False
-    return slots if by_slot else min(slots, layer.experts + slots // tok), by_slot
+        columns = max_blocks(slots, layer.experts, tok)
+    else:
+        columns = slots if by_slot else min(slots, layer.experts + slots // tok)
+    scan = 16 if is_sorted else max(16, next_power_of_two(slots))
+    constants = {"SORTED": is_sorted, "BY_SLOT": by_slot, "EP": padded(layer.experts)}
+    return columns, order, blocks, constants | {"S": scan, "TOK": tok}
 
 
 def grouped_launch(
@@ -161,11 +165,9 @@ def grouped_launch(
 ) -> Launch:
     pre, slots = "up" if up else "down", ids.numel()
     tok, bn = p["tok"], p[f"{pre}_bn"]
-    columns, by_slot = _columns(layer, slots, tok, sorted_ is not None)
-    order, blocks = (ids, ids) if sorted_ is None else (sorted_[0], sorted_[2])
+    columns, order, blocks, scan = _columns(layer, ids, tok, sorted_)
     gemm = layer.gemm(up)
     pdl = 0 if not layer.pdl else 1 if up else 2
-    scan = 16 if sorted_ is not None else max(16, next_power_of_two(slots))
     return Launch(
         grouped_gemm,
         (columns * (gemm["NR"] // bn),),
@@ -175,11 +177,7 @@ def grouped_launch(
             **layer.act(),
             XDIV=xdiv,
             UP=up,
-            SORTED=sorted_ is not None,
-            BY_SLOT=by_slot,
-            EP=padded(layer.experts),
-            S=scan,
-            TOK=tok,
+            **scan,
             BN=bn,
             BK=p[f"{pre}_bk"],
             STAGES=p[f"{pre}_stages"],
@@ -203,20 +201,14 @@ def rows_launch(
     p: Params,
 ) -> Launch:
     slots, tok, bn, rt = ids.numel(), p["tok"], p["down_bn"], p["down_rt"]
-    columns, by_slot = _columns(layer, slots, tok, sorted_ is not None)
-    order, blocks = (ids, ids) if sorted_ is None else (sorted_[0], sorted_[2])
-    scan = 16 if sorted_ is not None else max(16, next_power_of_two(slots))
+    columns, order, blocks, scan = _columns(layer, ids, tok, sorted_)
     return Launch(
         grouped_down_rows,
         (columns * (layer.hidden // (bn * rt)),),
         (h, *layer.weights(False), out, ids, order, blocks, slots),
         dict(
             **layer.gemm(False),
-            SORTED=sorted_ is not None,
-            BY_SLOT=by_slot,
-            EP=padded(layer.experts),
-            S=scan,
-            TOK=tok,
+            **scan,
             BN=bn,
             RT=rt,
             STAGES=p["down_stages"],
