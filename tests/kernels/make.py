@@ -7,6 +7,78 @@ import torch
 from autosel.core import Activation, CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.packing import pack_last
 
+#: Schemes and extras that every path must compute.
+SCHEMES = [
+    {"bits": 4, "group": 64, "symmetric": False},
+    {"bits": 8, "group": 32},
+    {"bits": 8, "group": -1, "symmetric": False},
+    {"group": -1},
+    {"dtype": "float16", "group": 32},
+    {"bias": True},
+    {"act_order": True, "group": 32},
+]
+ACTIVATIONS = [
+    Activation("silu", limit=1.0),
+    Activation("gelu"),
+    Activation("gelu_tanh"),
+    Activation("swigluoai"),
+    Activation("swigluoai_uninterleave", limit=2.0, alpha=1.3, beta=0.5),
+    Activation("swiglustep"),
+    Activation("situ", beta=2.0, linear_beta=3.0),
+    Activation("silu_no_mul"),
+    Activation("gelu_tanh_no_mul"),
+    Activation("relu2_no_mul"),
+]
+#: Slots of experts 0 to 3 and of none; the second token has none at all.
+ELSEWHERE = [[0, -1], [-1, -1], [3, 2], [2, 0], [-1, 2]]
+
+#: Settings of each path on small sizes; :func:`paths` changes them.
+DECODE = {
+    "path": "decode",
+    "up_r": 1,
+    "up_ks": 2,
+    "up_kw": 64,
+    "up_sub": 64,
+    "up_stages": 0,
+    "down_r": 1,
+    "down_ks": 1,
+    "down_kw": 64,
+    "down_sub": 64,
+    "down_stages": 0,
+    "down_warps": 4,
+}
+SCAN = {
+    "path": "scan",
+    "tok": 4,
+    "up_bn": 64,
+    "up_bk": 64,
+    "up_stages": 2,
+    "up_warps": 4,
+    "down_bn": 64,
+    "down_bk": 64,
+    "down_stages": 2,
+    "down_warps": 4,
+    "prefetch": 64,
+    "up_with": "triton",
+    "down_with": "triton",
+}
+
+
+def paths(decode: dict, scan: dict, long_stages: int) -> dict[str, dict]:
+    """Settings by path, with these changes to DECODE and SCAN."""
+    decode, scan = DECODE | decode, SCAN | scan
+    rows = {"down_with": "rows", "down_rt": 2}
+    stages = {"up_stages": long_stages, "down_stages": long_stages}
+    return {
+        "decode": decode,
+        "long": decode | stages | {"up_r": 2},
+        "scan": scan,
+        "sorted": scan | {"path": "sorted"},
+        "rows": scan | rows,
+        "srows": scan | rows | {"path": "sorted"},
+    }
+
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

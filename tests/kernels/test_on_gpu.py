@@ -9,10 +9,17 @@ import torch
 
 pytest.importorskip("triton")
 from autosel.backends.wna16_tiled import tiled_layer
-from autosel.core import Activation
 from autosel.kernels.wna16_moe import moe_forward
 from autosel.layouts.wna16_tiled import Wna16Tiled
-from tests.kernels.make import DTYPES, make_experts, make_problem
+from tests.kernels.make import (
+    ACTIVATIONS,
+    DTYPES,
+    ELSEWHERE,
+    SCHEMES,
+    make_experts,
+    make_problem,
+    paths,
+)
 from tests.kernels.reference import layer_reference, relative_error
 
 pytestmark = [
@@ -21,38 +28,6 @@ pytestmark = [
 ]
 TOLERANCE = 6e-3
 
-DECODE = {
-    "path": "decode",
-    "up_r": 1,
-    "up_ks": 4,
-    "up_kw": 128,
-    "up_sub": 128,
-    "up_stages": 0,
-    "down_r": 1,
-    "down_ks": 1,
-    "down_kw": 128,
-    "down_sub": 64,
-    "down_stages": 0,
-    "down_warps": 4,
-}
-LONG = DECODE | {"up_stages": 3, "down_stages": 3, "up_r": 2}
-SCAN = {
-    "path": "scan",
-    "tok": 16,
-    "up_bn": 128,
-    "up_bk": 128,
-    "up_stages": 3,
-    "up_warps": 4,
-    "down_bn": 64,
-    "down_bk": 128,
-    "down_stages": 3,
-    "down_warps": 4,
-    "prefetch": 128,
-    "up_with": "triton",
-    "down_with": "triton",
-}
-SORTED = SCAN | {"path": "sorted"}
-ROWS = SORTED | {"down_with": "rows", "down_rt": 2}
 GLUON = {
     "path": "sorted",
     "tok": 32,
@@ -72,15 +47,20 @@ GLUON = {
     "up_with": "gluon",
     "down_with": "gluon",
 }
-GLUON_ROWS = GLUON | {"down_rt": 2}
+SMALL = paths(
+    {"up_ks": 4, "up_kw": 128, "up_sub": 128, "down_kw": 128},
+    {"tok": 16, "up_bn": 128, "up_bk": 128, "up_stages": 3, "down_bk": 128, "down_stages": 3,
+     "prefetch": 128},
+    long_stages=3,
+)  # fmt: skip
 PATHS = {
-    "decode": DECODE,
-    "long": LONG,
-    "scan": SCAN,
-    "sorted": SORTED,
-    "rows": ROWS,
+    "decode": SMALL["decode"],
+    "long": SMALL["long"],
+    "scan": SMALL["scan"],
+    "sorted": SMALL["sorted"],
+    "rows": SMALL["srows"],
     "gluon": GLUON,
-    "gluon_rows": GLUON_ROWS,
+    "gluon_rows": GLUON | {"down_rt": 2},
 }
 
 
@@ -113,38 +93,17 @@ def test_paths(path, group):
     check({"group": group}, PATHS[path], tokens=37)
 
 
-SCHEMES = [
-    {"bits": 4, "group": 64, "symmetric": False},
-    {"bits": 8, "group": 32},
-    {"bits": 8, "group": -1, "symmetric": False},
-    {"group": -1},
-    {"dtype": "float16", "group": 32},
+FLOAT16 = [
     {"dtype": "float16", "group": 32, "symmetric": False},
     {"dtype": "float16", "group": 64, "bits": 8},
     {"dtype": "float16", "group": 64, "bits": 8, "symmetric": False},
-    {"bias": True},
-    {"act_order": True, "group": 32},
 ]
 
 
 @pytest.mark.parametrize("path", ["decode", "long", "scan", "sorted", "rows"])
-@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", SCHEMES + FLOAT16, ids=str)
 def test_schemes(path, scheme):
     check(scheme, PATHS[path])
-
-
-ACTIVATIONS = [
-    Activation("silu", limit=1.0),
-    Activation("gelu"),
-    Activation("gelu_tanh"),
-    Activation("swigluoai"),
-    Activation("swigluoai_uninterleave", limit=2.0, alpha=1.3, beta=0.5),
-    Activation("swiglustep"),
-    Activation("situ", beta=2.0, linear_beta=3.0),
-    Activation("silu_no_mul"),
-    Activation("gelu_tanh_no_mul"),
-    Activation("relu2_no_mul"),
-]
 
 
 @pytest.mark.parametrize("path", ["decode", "sorted"])
@@ -155,7 +114,7 @@ def test_activations(path, activation):
 
 @pytest.mark.parametrize("path", PATHS)
 def test_slots_served_elsewhere_add_nothing(path):
-    ids = torch.tensor([[0, -1], [-1, -1], [3, 2], [2, 0], [-1, 2]], dtype=torch.int32)
+    ids = torch.tensor(ELSEWHERE, dtype=torch.int32)
     result = check({}, PATHS[path], tokens=5, ids=ids)
     assert torch.equal(result[1], torch.zeros_like(result[1]))
 
@@ -167,4 +126,4 @@ def test_one_hot_expert(path):
 
 @pytest.mark.parametrize("tokens", [600, 5000])
 def test_many_slots(tokens):
-    check({}, SORTED, tokens=tokens)
+    check({}, PATHS["sorted"], tokens=tokens)

@@ -9,8 +9,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autosel.core import Activation
-from tests.kernels.make import DTYPES, make_experts, make_problem
+from tests.kernels.make import (
+    ACTIVATIONS,
+    DTYPES,
+    ELSEWHERE,
+    SCHEMES,
+    make_experts,
+    make_problem,
+    paths,
+)
 from tests.kernels.reference import layer_reference, relative_error
 
 pytest.importorskip("triton")
@@ -22,47 +29,7 @@ from autosel.layouts.wna16_tiled import Wna16Tiled
 # gives 0.002 to 0.005. A zero point off by one gives 0.2 and more.
 TOLERANCE = 2e-2
 
-DECODE = {
-    "path": "decode",
-    "up_r": 1,
-    "up_ks": 2,
-    "up_kw": 64,
-    "up_sub": 64,
-    "up_stages": 0,
-    "down_r": 1,
-    "down_ks": 1,
-    "down_kw": 64,
-    "down_sub": 64,
-    "down_stages": 0,
-    "down_warps": 4,
-}
-LONG = DECODE | {"up_stages": 2, "down_stages": 2, "up_r": 2}
-SCAN = {
-    "path": "scan",
-    "tok": 4,
-    "up_bn": 64,
-    "up_bk": 64,
-    "up_stages": 2,
-    "up_warps": 4,
-    "down_bn": 64,
-    "down_bk": 64,
-    "down_stages": 2,
-    "down_warps": 4,
-    "prefetch": 64,
-    "up_with": "triton",
-    "down_with": "triton",
-}
-SORTED = SCAN | {"path": "sorted"}
-ROWS = SCAN | {"down_with": "rows", "down_rt": 2}
-SORTED_ROWS = SORTED | {"down_with": "rows", "down_rt": 2}
-PATHS = {
-    "decode": DECODE,
-    "long": LONG,
-    "scan": SCAN,
-    "sorted": SORTED,
-    "rows": ROWS,
-    "srows": SORTED_ROWS,
-}
+PATHS = paths({}, {}, long_stages=2)
 
 
 def run(case, params, tokens=2, top_k=2, seed=0, ids=None):
@@ -92,17 +59,6 @@ def test_every_path_matches_the_reference(path, group):
     assert relative_error(out, ref) < TOLERANCE
 
 
-SCHEMES = [
-    {"bits": 4, "group": 64, "symmetric": False},
-    {"bits": 8, "group": 32},
-    {"bits": 8, "group": -1, "symmetric": False},
-    {"group": -1},
-    {"dtype": "float16", "group": 32},
-    {"bias": True},
-    {"act_order": True, "group": 32},
-]
-
-
 @pytest.mark.parametrize("path", [pytest.param("decode", marks=pytest.mark.slow), "sorted"])
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 def test_schemes(path, scheme):
@@ -110,30 +66,16 @@ def test_schemes(path, scheme):
     assert relative_error(out, ref) < TOLERANCE
 
 
-ACTIVATIONS = [
-    Activation("silu", limit=1.0),
-    Activation("gelu"),
-    Activation("gelu_tanh"),
-    Activation("swigluoai"),
-    Activation("swigluoai_uninterleave", limit=2.0, alpha=1.3, beta=0.5),
-    Activation("swiglustep"),
-    Activation("situ", beta=2.0, linear_beta=3.0),
-    Activation("silu_no_mul"),
-    Activation("gelu_tanh_no_mul"),
-    Activation("relu2_no_mul"),
-]
-
-
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.key)
 def test_activations(activation):
-    out, ref = run({"activation": activation}, SCAN, tokens=1)
+    out, ref = run({"activation": activation}, PATHS["scan"], tokens=1)
     assert relative_error(out, ref) < TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 def test_slots_served_elsewhere_add_nothing(path):
-    ids = torch.tensor([[0, -1], [-1, -1], [3, 2], [2, 0], [-1, 2]], dtype=torch.int32)
+    ids = torch.tensor(ELSEWHERE, dtype=torch.int32)
     out, ref = run({}, PATHS[path], tokens=5, ids=ids)
     assert relative_error(out, ref) < TOLERANCE
     assert torch.equal(out[1], torch.zeros_like(out[1]))
@@ -148,13 +90,13 @@ def test_one_hot_expert_takes_several_blocks(path):
 
 @pytest.mark.slow
 def test_six_choices_of_eight_lanes():
-    out, ref = run({"experts": 8}, DECODE, tokens=2, top_k=6)
+    out, ref = run({"experts": 8}, PATHS["decode"], tokens=2, top_k=6)
     assert relative_error(out, ref) < TOLERANCE
 
 
 def test_padded_sizes():
     case = {"inner": 40, "group": 32}  # pads to 64
-    out, ref = run(case, SCAN, tokens=3)
+    out, ref = run(case, PATHS["scan"], tokens=3)
     assert relative_error(out, ref) < TOLERANCE
 
 
@@ -178,7 +120,7 @@ def test_planted_faults_are_seen(fault):
     outs = []
     for which in (packed, bad):
         out = torch.empty_like(x)
-        outs.append(moe_forward(tiled_layer(which), x, ids, weights, out, DECODE))
+        outs.append(moe_forward(tiled_layer(which), x, ids, weights, out, PATHS["decode"]))
     assert not torch.equal(*outs)
 
 
