@@ -5,18 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from autosel import dispatch, reference
 from autosel.backends import flashinfer_trtllm
 from autosel.backends.flashinfer_trtllm import FlashInferTrtllm, pack_routing
 from autosel.core import Activation, Device, Problem, Routing
 from autosel.errors import UnsupportedError
+from tests.backends.adapters import check, run_one_zero_token, stand_in
 from tests.layouts import make
 
 BACKEND = FlashInferTrtllm()
@@ -94,40 +92,27 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(autouse=True)
-def _package(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    parent, module = ModuleType("flashinfer"), ModuleType("flashinfer.fused_moe")
-    parent.__spec__ = module.__spec__ = ModuleSpec("flashinfer", None)
-    setattr(module, flashinfer_trtllm.FUNCTION, trtllm_mxint4_block_scale_routed_moe)
-    monkeypatch.setitem(sys.modules, "flashinfer", parent)
-    monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", module)
+def _package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    module = {flashinfer_trtllm.FUNCTION: trtllm_mxint4_block_scale_routed_moe}
+    stand_in(monkeypatch, "flashinfer", {"flashinfer.fused_moe": module})
     flashinfer_trtllm.function.cache_clear()
     calls.clear()
-    yield module
+    yield
     flashinfer_trtllm.function.cache_clear()
 
 
 @pytest.mark.parametrize("local", [4, 2])
 def test_against_the_emulation(local: int) -> None:
     problem = replace(PROBLEM, num_local_experts=local)
-    experts = make.experts(problem)
-    x = torch.randn(3, 256, generator=torch.Generator().manual_seed(3)).to(torch.bfloat16)
     ids = torch.tensor([[0, 1], [1, -1], [3, 2]], dtype=torch.int32)
     routed = Routing(ids, torch.full(ids.shape, 0.5))
     expert_map = torch.arange(4, dtype=torch.int32)
     expert_map[local:] = -1
-    packed = BACKEND.layout(problem, {}).pack(experts)
-    out = torch.full_like(x, float("nan"))
-    dispatch.apply(BACKEND, packed, x, routed, {}, expert_map=expert_map, out=out)
-    expected = reference.moe(x, experts, routed, expert_map=expert_map)
-    assert (out.double() - expected).norm() / expected.norm() < 1.2e-2
+    check(BACKEND, problem, 3, routed=routed, expert_map=expert_map)
 
 
 def test_arguments() -> None:
-    experts = make.experts(PROBLEM)
-    packed = BACKEND.layout(PROBLEM, {}).pack(experts)
-    x = torch.zeros(1, 256, dtype=torch.bfloat16)
-    routed = Routing(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2))
-    BACKEND.run(packed, x, routed, {}, torch.empty_like(x))
+    run_one_zero_token(BACKEND, PROBLEM)
     (call,) = calls
     expected = {
         "num_experts": 4, "top_k": 2, "intermediate_size": 256, "local_expert_offset": 0,
@@ -149,21 +134,19 @@ def test_packed_routing() -> None:
     assert int(pack_routing(routed, share)[1, 0]) == 0x00020000  # an expert behind the local ones
 
 
-def test_signature_of_another_release(_package: ModuleType) -> None:  # noqa: PT019
+def test_signature_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
     def newer(topk_ids: torch.Tensor, mystery: int) -> None:
         raise AssertionError("must not be called")
 
-    setattr(_package, flashinfer_trtllm.FUNCTION, newer)
+    module = sys.modules["flashinfer.fused_moe"]
+    monkeypatch.setattr(module, flashinfer_trtllm.FUNCTION, newer)
     flashinfer_trtllm.function.cache_clear()
-    packed = BACKEND.layout(PROBLEM, {}).pack(make.experts(PROBLEM))
-    x = torch.zeros(1, 256, dtype=torch.bfloat16)
-    routed = Routing(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2))
     with pytest.raises(UnsupportedError, match="mystery unknown, hidden_states, "):
-        BACKEND.run(packed, x, routed, {}, x.clone())
+        run_one_zero_token(BACKEND, PROBLEM)
 
 
-def test_a_release_without_the_function_is_a_reason(_package: ModuleType) -> None:  # noqa: PT019
-    delattr(_package, flashinfer_trtllm.FUNCTION)
+def test_a_release_without_the_function_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["flashinfer.fused_moe"], flashinfer_trtllm.FUNCTION)
     flashinfer_trtllm.function.cache_clear()
     text = str(BACKEND.supports(PROBLEM, B200))
     assert "trtllm_mxint4_block_scale_routed_moe: found missing" in text

@@ -6,26 +6,22 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from autosel import dispatch, reference
-from autosel.backends import _vllm_ops, humming
+from autosel.backends import humming
 from autosel.backends.humming import Humming
-from autosel.core import Device, Problem, Routing
+from autosel.core import Device, Problem
 from autosel.errors import UnsupportedError
-from tests.backends import stub_ops
+from tests.backends import adapters, stub_ops
+from tests.backends.adapters import H200, check_slots_served_elsewhere, stand_in, without_vllm
 from tests.layouts import make, marlin_simulation
 from tests.layouts.humming_simulation import read_gemm
 from tests.layouts.test_humming_layout import CASES
 
 BACKEND = Humming()
-H200 = Device("cuda", "H200", (9, 0), 132, 150 << 30, 50 << 20, 232448)
-LIMITS = {"bfloat16": 1.2e-2, "float16": 2e-3}
 KINDS = ("indexed", "grouped_contiguous")
 calls: list[dict[str, Any]] = []
 
@@ -136,25 +132,23 @@ def humming_forward(
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    members: dict[str, list[Any]] = {
-        "humming": [],
-        "humming.forward": [humming_forward],
-        "humming.schema": [HummingInputSchema, HummingWeightSchema],
-        "humming.transform": [prepare_layer_config],
-        "humming.tune": [get_heuristics_config],
-    }
-    for name, functions in members.items():
-        module = ModuleType(name)
-        module.__spec__ = ModuleSpec(name, None)
-        for function in functions:
-            setattr(module, function.__name__, function)
-        monkeypatch.setitem(sys.modules, name, module)
+    stand_in(
+        monkeypatch,
+        "humming",
+        {
+            "humming.forward": {"humming_forward": humming_forward},
+            "humming.schema": {
+                "HummingInputSchema": HummingInputSchema,
+                "HummingWeightSchema": HummingWeightSchema,
+            },
+            "humming.transform": {"prepare_layer_config": prepare_layer_config},
+            "humming.tune": {"get_heuristics_config": get_heuristics_config},
+        },
+    )
     caches = (humming.package, humming.gemm_plan, humming.layer_config, humming._choices)
     for cached in caches:
         cached.cache_clear()
-    monkeypatch.delenv(_vllm_ops.LIBRARY_VARIABLE, raising=False)
-    monkeypatch.setattr(_vllm_ops, "DISTRIBUTIONS", ())
-    monkeypatch.setattr(_vllm_ops, "_missing", set())
+    without_vllm(monkeypatch)
     calls.clear()
     yield
     for cached in caches:
@@ -162,19 +156,7 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def check(problem: Problem, tokens: int = 5, **params: object) -> None:
-    experts = make.experts(problem)
-    rng = torch.Generator().manual_seed(4)
-    x = torch.randn(tokens, problem.hidden_size, generator=rng)
-    x = x.to(getattr(torch, problem.act_dtype))
-    scores = torch.rand(tokens, problem.num_experts, generator=rng)
-    ids = scores.topk(problem.top_k, 1).indices.to(torch.int32)
-    routed = Routing(ids, torch.rand(ids.shape, generator=rng) + 0.1)
-    packed = BACKEND.layout(problem, {}).pack(experts)
-    out = torch.full_like(x, float("nan"))
-    dispatch.apply(BACKEND, packed, x, routed, params, out=out)
-    expected = reference.moe(x, experts, routed)
-    error = (out.double() - expected).norm() / expected.norm()
-    assert error < LIMITS[problem.act_dtype], float(error)
+    adapters.check(BACKEND, problem, tokens, **params)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -192,19 +174,7 @@ def test_with_vllms_alignment(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_slots_served_elsewhere(kind: str) -> None:
-    problem = make.problem(128, 64, experts=8, local=4)
-    experts = make.experts(problem)
-    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(4)).to(torch.bfloat16)
-    ids = torch.tensor([[0, 5], [6, 7], [3, 3], [-5, 2**31 - 1], [2, 1]], dtype=torch.int32)
-    routed = Routing(ids, torch.ones(ids.shape))
-    expert_map = torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)
-    packed = BACKEND.layout(problem, {}).pack(experts)
-    out = torch.full_like(x, float("nan"))
-    dispatch.apply(BACKEND, packed, x, routed, {"kind": kind}, expert_map=expert_map, out=out)
-    expected = reference.moe(x, experts, routed, expert_map=expert_map)
-    assert (out.double() - expected).norm() / expected.norm() < LIMITS["bfloat16"]
-    assert not out[1].any()
-    assert not out[3].any()
+    check_slots_served_elsewhere(BACKEND, kind=kind)
     assert {call["valid_shape_m"] for call in calls} == {5}  # half of 5 x 2 slots are expected here
 
 

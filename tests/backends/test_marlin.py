@@ -13,49 +13,25 @@ from autosel.backends.batched_marlin import BatchedMarlin
 from autosel.backends.marlin import BLOCK_SIZES, Marlin, default_block_size, scalar_type_id
 from autosel.core import ACTIVATIONS, Activation, Device, Problem, Routing
 from autosel.errors import UnsupportedError
-from autosel.interfaces import Backend
 from tests.backends import stub_ops
+from tests.backends.adapters import (
+    H200,
+    check,
+    check_slots_served_elsewhere,
+    inputs,
+    relative_error,
+    routing,
+    without_vllm,
+)
 from tests.layouts import make
 from tests.layouts.test_marlin_layout import CASES
 
 BACKENDS = {"marlin": Marlin(), "batched_marlin": BatchedMarlin()}
-H200 = Device("cuda", "H200", (9, 0), 132, 150 << 30, 50 << 20, 232448)
-LIMITS = {"bfloat16": 1.2e-2, "float16": 2e-3}
 
 
 @pytest.fixture(autouse=True)
 def _no_real_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    if _vllm_ops._taken("_moe_C"):
-        pytest.skip("a library with namespace _moe_C is loaded: the stand-ins cannot be")
-    monkeypatch.delenv(_vllm_ops.LIBRARY_VARIABLE, raising=False)
-    monkeypatch.setattr(_vllm_ops, "DISTRIBUTIONS", ())
-    monkeypatch.setattr(_vllm_ops, "_tried", set())
-    monkeypatch.setattr(_vllm_ops, "_errors", {})
-    monkeypatch.setattr(_vllm_ops, "_missing", set())
-
-
-def routing(problem: Problem, tokens: int, seed: int = 0) -> Routing:
-    rng = torch.Generator().manual_seed(seed)
-    scores = torch.rand(tokens, problem.num_experts, generator=rng)
-    ids = scores.topk(problem.top_k, 1).indices.to(torch.int32)
-    return Routing(ids, torch.rand(ids.shape, generator=rng) + 0.1)
-
-
-def inputs(problem: Problem, tokens: int) -> torch.Tensor:
-    rng = torch.Generator().manual_seed(9)
-    x = torch.randn(tokens, problem.hidden_size, generator=rng)
-    return x.to(getattr(torch, problem.act_dtype))
-
-
-def check(backend: Backend, problem: Problem, tokens: int = 5, **params: object) -> None:
-    experts = make.experts(problem)
-    x, routed = inputs(problem, tokens), routing(problem, tokens)
-    packed = backend.layout(problem, {}).pack(experts)
-    out = torch.full_like(x, float("nan"))
-    dispatch.apply(backend, packed, x, routed, params, out=out)
-    expected = reference.moe(x, experts, routed)
-    error = (out.double() - expected).norm() / expected.norm()
-    assert error < LIMITS[problem.act_dtype], float(error)
+    without_vllm(monkeypatch, "_moe_C")
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -134,20 +110,8 @@ def test_the_alignment_operator_has_a_limit(experts: int, by_operator: bool) -> 
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("align", [True, False])
 def test_slots_served_elsewhere(name: str, align: bool) -> None:
-    problem = make.problem(128, 64, experts=8, local=4)
-    experts = make.experts(problem)
-    x = inputs(problem, 5)
-    ids = torch.tensor([[0, 5], [6, 7], [3, 3], [-5, 2**31 - 1], [2, 1]], dtype=torch.int32)
-    routed = Routing(ids, torch.ones(ids.shape))
-    expert_map = torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], dtype=torch.int32)
-    packed = BACKENDS[name].layout(problem, {}).pack(experts)
-    out = torch.full_like(x, float("nan"))
     with stub_ops.marlin(align=align):
-        dispatch.apply(BACKENDS[name], packed, x, routed, {}, expert_map=expert_map, out=out)
-    expected = reference.moe(x, experts, routed, expert_map=expert_map)
-    assert (out.double() - expected).norm() / expected.norm() < LIMITS["bfloat16"]
-    assert not out[1].any()
-    assert not out[3].any()
+        check_slots_served_elsewhere(BACKENDS[name])
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -175,7 +139,7 @@ def test_planted_fault_is_seen() -> None:
     with stub_ops.marlin():
         out = dispatch.apply(BACKENDS["marlin"], packed, x, routed, {})
     expected = reference.moe(x, experts, routed)
-    assert (out.double() - expected).norm() / expected.norm() > 0.1
+    assert relative_error(out, expected) > 0.1
 
 
 def test_a_failure_renews_the_workspace() -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import dispatch, reference
-from autosel.backends import _vllm_ops
 from autosel.backends.rdna3 import Rdna3
-from autosel.core import Device, Problem, Routing
-from tests.backends import stub_ops
+from autosel.core import Device, Problem
+from tests.backends import adapters, stub_ops
+from tests.backends.adapters import weighted, without_vllm
 from tests.layouts import make
 
 BACKEND = Rdna3()
@@ -29,11 +28,7 @@ LIMITS = {"bfloat16": 2e-2, "float16": 3e-3}
 
 @pytest.fixture(autouse=True)
 def _no_real_operators(monkeypatch: pytest.MonkeyPatch) -> None:
-    if _vllm_ops._taken("_rocm_C"):
-        pytest.skip("a library with namespace _rocm_C is loaded: the stand-in cannot be")
-    monkeypatch.delenv(_vllm_ops.LIBRARY_VARIABLE, raising=False)
-    monkeypatch.setattr(_vllm_ops, "DISTRIBUTIONS", ())
-    monkeypatch.setattr(_vllm_ops, "_missing", set())
+    without_vllm(monkeypatch, "_rocm_C")
 
 
 def operator(calls: list[dict[str, Any]]) -> Any:
@@ -71,20 +66,10 @@ def operator(calls: list[dict[str, Any]]) -> Any:
 
 
 def check(problem: Problem, ids: torch.Tensor | None = None, **params: int) -> list[dict[str, Any]]:
-    experts = make.experts(problem)
-    rng = torch.Generator().manual_seed(1)
-    x = torch.randn(5, problem.hidden_size, generator=rng).to(getattr(torch, problem.act_dtype))
-    if ids is None:
-        scores = torch.rand(5, problem.num_experts, generator=rng)
-        ids = scores.topk(problem.top_k, 1).indices.to(torch.int32)
-    routed = Routing(ids, torch.rand(ids.shape, generator=rng) + 0.1)
-    packed = BACKEND.layout(problem, {}).pack(experts)
-    out = torch.full_like(x, float("nan"))
+    routed = None if ids is None else weighted(ids, torch.Generator().manual_seed(1))
     calls: list[dict[str, Any]] = []
     with stub_ops.registered("_rocm_C", moe_gptq_gemm_rdna3=(SCHEMA, operator(calls))):
-        dispatch.apply(BACKEND, packed, x, routed, params, out=out)
-    expected = reference.moe(x, experts, routed)
-    assert (out.double() - expected).norm() / expected.norm() < LIMITS[problem.act_dtype]
+        adapters.check(BACKEND, problem, routed=routed, limits=LIMITS, **params)
     return calls
 
 

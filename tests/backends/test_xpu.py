@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from autosel.backends import xpu
 from autosel.backends.xpu import Xpu
 from autosel.core import Activation, Device, Problem, Routing
 from autosel.errors import UnsupportedError
+from tests.backends.adapters import LIMITS, relative_error, run_one_zero_token, stand_in
 from tests.layouts import make
 
 BACKEND = Xpu()
@@ -71,13 +71,8 @@ class FakeXpuFusedMoe:
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    parent, module = ModuleType("vllm_xpu_kernels"), ModuleType("fused_moe_interface")
-    parent.__spec__ = module.__spec__ = __import__("importlib.machinery").machinery.ModuleSpec(
-        "vllm_xpu_kernels", None
-    )
-    module.XpuFusedMoe = FakeXpuFusedMoe  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm_xpu_kernels", parent)
-    monkeypatch.setitem(sys.modules, "vllm_xpu_kernels.fused_moe_interface", module)
+    module = {"XpuFusedMoe": FakeXpuFusedMoe}
+    stand_in(monkeypatch, "vllm_xpu_kernels", {"vllm_xpu_kernels.fused_moe_interface": module})
     xpu.factory.cache_clear()
     FakeXpuFusedMoe.made.clear()
     yield
@@ -110,7 +105,7 @@ def test_against_the_emulation(case: str) -> None:
         out = torch.full_like(x, float("nan"))
         dispatch.apply(BACKEND, packed, x, routed, {}, out=out)
         expected = reference.moe(x, experts, routed)
-        assert (out.double() - expected).norm() / expected.norm() < 1.2e-2
+        assert relative_error(out, expected) < LIMITS["bfloat16"]
         assert not out[2].any()
     assert len(FakeXpuFusedMoe.made) == 1
     for name, tensor in before.items():
@@ -156,12 +151,8 @@ def test_signature_of_another_release(monkeypatch: pytest.MonkeyPatch) -> None:
     module = sys.modules["vllm_xpu_kernels.fused_moe_interface"]
     monkeypatch.setattr(module, "XpuFusedMoe", Newer)
     xpu.factory.cache_clear()
-    problem = CASES["plain"]
-    packed = BACKEND.layout(problem, {}).pack(make.experts(problem))
-    x = torch.zeros(1, 64, dtype=torch.bfloat16)
-    routed = Routing(torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, 2))
     with pytest.raises(UnsupportedError, match="mystery unknown, w13_scales, "):
-        BACKEND.run(packed, x, routed, {}, x.clone())
+        run_one_zero_token(BACKEND, CASES["plain"])
 
 
 def test_on_a_cpu_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
