@@ -8,6 +8,7 @@ import torch
 
 from autosel.core import Activation, CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
+from autosel.interfaces import Layout, PackedExperts
 from autosel.packing import pack_last
 
 
@@ -103,6 +104,18 @@ def assert_same(found: CanonicalExperts, expected: CanonicalExperts) -> None:
             other = a.tensors[key]
             assert other.dtype == tensor.dtype, (name, key)
             assert torch.equal(other, tensor), (name, key)
+
+
+def assert_round_trip(layout: Layout, of: CanonicalExperts) -> PackedExperts:
+    """Packing and unpacking gives the experts back bit for bit, touches nothing, and the size is
+    the one foretold.
+    """
+    before = copy(of)
+    packed = layout.pack(of)
+    assert_same(of, before)
+    assert_same(layout.unpack(packed), before)
+    assert packed.nbytes == layout.nbytes(of.problem)
+    return packed
 
 
 def copy(of: CanonicalExperts) -> CanonicalExperts:

@@ -35,13 +35,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_is_exact_and_pure(case: str) -> None:
     problem = CASES[case]
-    experts = make.experts(problem)
-    before = make.copy(experts)
-    layout = Exllama(problem.act_dtype)
-    packed = layout.pack(experts)
-    make.assert_same(experts, before)
-    make.assert_same(layout.unpack(packed), before)
-    assert packed.nbytes == layout.nbytes(problem)
+    make.assert_round_trip(Exllama(problem.act_dtype), make.experts(problem))
 
 
 def test_what_the_kernel_reads() -> None:

@@ -15,12 +15,7 @@ PROBLEM = make.problem(512, 256, group=32)
 
 
 def test_round_trip_is_exact_and_pure() -> None:
-    experts = make.experts(PROBLEM)
-    before = make.copy(experts)
-    packed = FlashInferMxInt4().pack(experts)
-    make.assert_same(experts, before)
-    make.assert_same(FlashInferMxInt4().unpack(packed), before)
-    assert packed.nbytes == FlashInferMxInt4().nbytes(PROBLEM)
+    packed = make.assert_round_trip(FlashInferMxInt4(), make.experts(PROBLEM))
     assert tuple(packed.tensors["gemm1_weights"].shape) == (2, 2, 512, 128)
     assert tuple(packed.tensors["gemm2_weights"].shape) == (2, 1, 512, 128)
     assert tuple(packed.tensors["gemm1_weights_scale"].shape) == (2, 512 * 16)

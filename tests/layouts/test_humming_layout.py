@@ -36,13 +36,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_is_exact_and_pure(case: str) -> None:
     problem = CASES[case]
-    experts = make.experts(problem)
-    before = make.copy(experts)
-    layout = Humming(problem.act_dtype)
-    packed = layout.pack(experts)
-    make.assert_same(experts, before)
-    make.assert_same(layout.unpack(packed), before)
-    assert packed.nbytes == layout.nbytes(problem)
+    make.assert_round_trip(Humming(problem.act_dtype), make.experts(problem))
 
 
 @pytest.mark.parametrize("case", CASES)

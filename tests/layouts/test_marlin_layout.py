@@ -128,12 +128,7 @@ def layout(problem: Problem) -> Marlin:
 @pytest.mark.parametrize("case", CASES)
 def test_round_trip_is_exact_and_pure(case: str) -> None:
     problem = CASES[case]
-    experts = make.experts(problem)
-    before = make.copy(experts)
-    packed = layout(problem).pack(experts)
-    make.assert_same(experts, before)
-    make.assert_same(layout(problem).unpack(packed), before)
-    assert packed.nbytes == layout(problem).nbytes(problem)
+    packed = make.assert_round_trip(layout(problem), make.experts(problem))
     assert packed.meta["rounded"] == []
     assert all(tensor.is_contiguous() for tensor in packed.tensors.values())
 
