@@ -22,16 +22,12 @@ from typing import ClassVar
 
 import torch
 
-from autosel.canonical import expert_codes
-from autosel.core import Problem, QuantScheme, QuantWeight
-from autosel.dtypes import torch_dtype
+from autosel.core import Problem, QuantScheme
 from autosel.layouts import _common as common
 from autosel.layouts._marlin_layer import Gemm, MarlinLayer
 from autosel.layouts._marlin_tiles import (
-    pack_tiles,
     permute_grouped,
     permute_single,
-    unpack_tiles,
 )
 from autosel.packing import pack_last, unpack_last
 
@@ -86,79 +82,30 @@ class Humming(MarlinLayer):
             fits = group == -1 or inputs % group == 0
             common.require(f"layout humming, {gemm.name}", ("group_size", group, required, fits))
 
-    def pack_gemm(
-        self,
-        weight: QuantWeight,
-        e: int,
-        gemm: Gemm,
-        rows: torch.Tensor | None,
-        cols: torch.Tensor | None,
-    ) -> common.Parts:
-        dtype, name, scheme = torch_dtype(self.act_dtype), gemm.name, gemm.scheme
+    def pad(self, values: torch.Tensor, gemm: Gemm, width: int) -> torch.Tensor:
+        return common.pad2(values, gemm.stored_outputs, width)
 
-        def place(values: torch.Tensor, width: int) -> torch.Tensor:
-            values = common.fold_w2_order(values, rows, gemm.shards)
-            return common.pad2(values, gemm.stored_outputs, width)
+    def cut(self, values: torch.Tensor, gemm: Gemm, width: int) -> torch.Tensor:
+        return values[: gemm.outputs, :width]
 
-        groups = gemm.stored_groups
-        codes = expert_codes(weight, e)  # [N, K]
-        codes = place(codes if cols is None else codes[:, cols], gemm.stored_inputs)  # [N', K']
-        zeros = None
-        if weight.zero_points is not None:
-            zeros = place(weight.zero_points[e], groups)  # [N', G']
-        if is_wide(scheme, self.act_dtype):
-            codes = wide_codes(codes, _per_input(zeros, gemm, codes.device))
-        scales = common.cast_scales(weight.scales[e], dtype, f"{name}.scales of expert {e}")
-        parts = {
-            name: pack_tiles(codes, scheme.num_bits),
-            f"{name}_scales": _permute(place(scales, groups).T.contiguous(), scheme),
-        }
-        if zeros is not None:
-            permuted = permute_grouped(zeros.T.contiguous())
-            parts[f"{name}_zeros"] = pack_last(permuted, scheme.num_bits)
-        if weight.bias is not None:
-            bias = common.cast_scales(weight.bias[e], dtype, f"{name}.bias of expert {e}")
-            parts[f"{name}_bias"] = permute_single(place(bias[:, None], 1)[:, 0])
-        return parts
+    def permute_scales(self, scales: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+        return permute_single(scales) if scheme.group_size == -1 else permute_grouped(scales)
 
-    def unpack_gemm(
-        self,
-        tensors: common.Parts,
-        gemm: Gemm,
-        rows: torch.Tensor | None,
-        cols: torch.Tensor | None,
-    ) -> common.Parts:
-        name, scheme, bits = gemm.name, gemm.scheme, gemm.scheme.num_bits
-        back = None if rows is None else torch.argsort(rows.long())
-        groups = scheme.num_groups(gemm.inputs)
+    def pack_zeros(self, zeros: torch.Tensor, num_bits: int) -> torch.Tensor:
+        return pack_last(permute_grouped(zeros), num_bits)
 
-        def place(values: torch.Tensor, width: int) -> torch.Tensor:
-            return common.fold_w2_order(values[: gemm.outputs, :width], back, gemm.shards)
+    def unpack_zeros(self, words: torch.Tensor, num_bits: int) -> torch.Tensor:
+        return permute_grouped(unpack_last(words, num_bits, words.shape[-1] * 32 // num_bits))
 
-        out: common.Parts = {}
-        zeros = None
-        if f"{name}_zeros" in tensors:
-            words = tensors[f"{name}_zeros"]
-            values = unpack_last(words, bits, words.shape[-1] * 32 // bits)
-            zeros = permute_grouped(values).T  # [N', G']
-            out["zero_points"] = place(zeros, groups)
-        codes = unpack_tiles(tensors[name], bits)  # [N', K']
-        if is_wide(scheme, self.act_dtype):
-            codes = codes_from_wide(codes, _per_input(zeros, gemm, codes.device))
-        codes = place(codes, gemm.inputs)
-        if cols is not None:
-            codes = codes[:, torch.argsort(cols.long())]
-            out["g_idx"] = common.group_index_of(cols, scheme, gemm.inputs)
-        out["codes"] = pack_last(codes, bits)
-        scales = _permute(tensors[f"{name}_scales"], scheme).T
-        out["scales"] = place(scales, groups).to(common.scale_dtype(scheme))
-        if f"{name}_bias" in tensors:
-            out["bias"] = place(permute_single(tensors[f"{name}_bias"])[:, None], 1)[:, 0]
-        return out
+    def encode(self, codes: torch.Tensor, zeros: torch.Tensor | None, gemm: Gemm) -> torch.Tensor:
+        if not is_wide(gemm.scheme, self.act_dtype):
+            return codes
+        return wide_codes(codes, _per_input(zeros, gemm, codes.device))
 
-
-def _permute(scales: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-    return permute_single(scales) if scheme.group_size == -1 else permute_grouped(scales)
+    def decode(self, codes: torch.Tensor, zeros: torch.Tensor | None, gemm: Gemm) -> torch.Tensor:
+        if not is_wide(gemm.scheme, self.act_dtype):
+            return codes
+        return codes_from_wide(codes, _per_input(zeros, gemm, codes.device))
 
 
 def _per_input(zeros: torch.Tensor | None, gemm: Gemm, device: torch.device) -> torch.Tensor:

@@ -23,20 +23,10 @@ from typing import ClassVar
 
 import torch
 
-from autosel.canonical import expert_codes
-from autosel.core import Problem, QuantScheme, QuantWeight
-from autosel.dtypes import torch_dtype
+from autosel.core import Problem, QuantScheme
 from autosel.layouts import _common as common
+from autosel.layouts import _marlin_tiles as tiles
 from autosel.layouts._marlin_layer import Gemm, MarlinLayer
-from autosel.layouts._marlin_tiles import (
-    pack_tiles,
-    pack_zeros,
-    permute_scales,
-    permute_single,
-    unpack_tiles,
-    unpack_zeros,
-)
-from autosel.packing import pack_last
 
 #: Group lengths the kernels are compiled for; one group over all inputs is per channel.
 GROUP_SIZES = (32, 64, 128)
@@ -82,62 +72,18 @@ class Marlin(MarlinLayer):
             fits = common.single_group(gemm.scheme, gemm.inputs) or size in GROUP_SIZES
             common.require(f"layout marlin, {gemm.name}", ("group_size", size, required, fits))
 
-    def pack_gemm(
-        self,
-        weight: QuantWeight,
-        e: int,
-        gemm: Gemm,
-        rows: torch.Tensor | None,
-        cols: torch.Tensor | None,
-    ) -> common.Parts:
-        dtype, stored_rows = torch_dtype(self.act_dtype), gemm.stored_outputs // gemm.shards
+    def pad(self, values: torch.Tensor, gemm: Gemm, width: int) -> torch.Tensor:
+        rows = gemm.stored_outputs // gemm.shards
+        return common.pad_shards(values, gemm.shards, rows, width)
 
-        def place(values: torch.Tensor, width: int) -> torch.Tensor:
-            values = common.fold_w2_order(values, rows, gemm.shards)
-            return common.pad_shards(values, gemm.shards, stored_rows, width)  # [N, width]
+    def cut(self, values: torch.Tensor, gemm: Gemm, width: int) -> torch.Tensor:
+        return common.cut_shards(values, gemm.shards, gemm.outputs // gemm.shards, width)
 
-        codes = expert_codes(weight, e)  # [N, K]
-        if cols is not None:
-            codes = codes[:, cols]
-        bits, name, groups = gemm.scheme.num_bits, gemm.name, gemm.stored_groups
-        scales = common.cast_scales(weight.scales[e], dtype, f"{name}.scales of expert {e}")
-        parts = {
-            name: pack_tiles(place(codes, gemm.stored_inputs), bits),
-            f"{name}_scales": permute_scales(place(scales, groups).T.contiguous()),
-        }
-        if weight.zero_points is not None:
-            zeros = place(weight.zero_points[e], groups)
-            parts[f"{name}_zeros"] = pack_zeros(zeros.T.contiguous(), bits)
-        if weight.bias is not None:
-            bias = common.cast_scales(weight.bias[e], dtype, f"{name}.bias of expert {e}")
-            parts[f"{name}_bias"] = permute_single(place(bias[:, None], 1)[:, 0])
-        return parts
+    def permute_scales(self, scales: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
+        return tiles.permute_scales(scales)
 
-    def unpack_gemm(
-        self,
-        tensors: common.Parts,
-        gemm: Gemm,
-        rows: torch.Tensor | None,
-        cols: torch.Tensor | None,
-    ) -> common.Parts:
-        back = None if rows is None else torch.argsort(rows.long())
+    def pack_zeros(self, zeros: torch.Tensor, num_bits: int) -> torch.Tensor:
+        return tiles.pack_zeros(zeros, num_bits)
 
-        def place(values: torch.Tensor, width: int) -> torch.Tensor:
-            values = common.cut_shards(values, gemm.shards, gemm.outputs // gemm.shards, width)
-            return common.fold_w2_order(values, back, gemm.shards)
-
-        bits, name, scheme = gemm.scheme.num_bits, gemm.name, gemm.scheme
-        groups = scheme.num_groups(gemm.inputs)
-        codes = place(unpack_tiles(tensors[name], bits), gemm.inputs)
-        out: common.Parts = {}
-        if cols is not None:
-            codes = codes[:, torch.argsort(cols.long())]
-            out["g_idx"] = common.group_index_of(cols, scheme, gemm.inputs)
-        out["codes"] = pack_last(codes, bits)
-        scales = permute_scales(tensors[f"{name}_scales"]).T  # its own inverse
-        out["scales"] = place(scales, groups).to(common.scale_dtype(scheme))
-        if f"{name}_zeros" in tensors:
-            out["zero_points"] = place(unpack_zeros(tensors[f"{name}_zeros"], bits).T, groups)
-        if f"{name}_bias" in tensors:
-            out["bias"] = place(permute_single(tensors[f"{name}_bias"])[:, None], 1)[:, 0]
-        return out
+    def unpack_zeros(self, words: torch.Tensor, num_bits: int) -> torch.Tensor:
+        return tiles.unpack_zeros(words, num_bits)
