@@ -475,3 +475,35 @@ def test_a_size_given_once_a_layer(tmp_path: Path, spelling: str) -> None:
         assert "config.json:" in said
         assert spelling in said
         assert "\n" not in said
+
+
+@pytest.mark.parametrize(
+    ("model_type", "scoring", "renormalize", "group_score", "num_groups"),
+    [
+        # modeling_*.py of transformers 5: HunYuanMoEV1Gate, Lfm2MoeTopKRouter,
+        # ExaoneMoeTopkRouter and SolarOpenTopkRouter
+        ("hunyuan_v1_moe", "softmax", True, "max", 1),
+        ("lfm2_moe", "sigmoid", True, "max", 1),
+        ("exaone_moe", "sigmoid", True, "top2_sum", 2),
+        ("solar_open", "sigmoid", True, "top2_sum", 2),
+    ],
+)
+def test_routing_that_only_the_model_type_tells(
+    tmp_path: Path,
+    model_type: str,
+    scoring: str,
+    renormalize: bool,
+    group_score: str,
+    num_groups: int,
+) -> None:
+    made = Made(config={"model_type": model_type, "n_group": 2, "topk_group": 1})
+    made.config.pop("norm_topk_prob")
+    made.config.pop("hidden_act" if model_type == "lfm2_moe" else "norm_topk_prob", None)
+    layer = Checkpoint.open(made.write(tmp_path)).layer(0)
+    assert layer.status == "quantized", layer.reason
+    router = layer.router
+    assert router is not None
+    assert (router.scoring, router.renormalize) == (scoring, renormalize)
+    assert router.num_groups == num_groups
+    if num_groups > 1:
+        assert router.group_score == group_score
