@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autosel import buckets, identity, records
 from autosel.core import Candidate, Decision, Device, Measurement, Problem, Rejected, TokenBucket
 from autosel.decide import NothingUsable, decide
+from autosel.fallback import fallback
 from autosel.records import Timing
 from autosel.store import Store
 
 #: The way of timing that stands for a model at work: other layers' weights fill the caches.
 COLD: Mapping[str, Any] = {"cache": "cold"}
-
-#: Runs every layer on every device, so it is what an untuned layer falls back to.
-FALLBACK = Candidate("emulation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +24,7 @@ class Explanation:
     status    ``tuned``: ``decision`` holds. ``nothing usable``: it was measured and no candidate
               may be chosen; ``rejected`` says why each. ``not tuned``: nothing is stored under
               this key; ``nearest`` is the closest entry with each field that differs.
-    used      what serves the layer: the winner, or :data:`FALLBACK`
+    used      what serves the layer: the winner, or the built-in fallback
     measured  when the newest entry of the key was stored (UTC), if there is one
     """
 
@@ -130,6 +128,9 @@ class _Question:
             measured=self.measured, **more,
         )  # fmt: skip
 
+    def _fallback(self, failed: Collection[str] = ()) -> Candidate:
+        return fallback(self.problem, self.device, self.num_tokens, failed=failed)
+
     def tuned(self, decision: Decision, found: list[Measurement]) -> Explanation:
         return self._answer(
             "tuned", decision.winner, decision.why,
@@ -138,8 +139,9 @@ class _Question:
         )  # fmt: skip
 
     def unusable(self, verdict: NothingUsable, found: list[Measurement]) -> Explanation:
+        failed = {item.candidate.backend for item in verdict.rejected}
         return self._answer(
-            "nothing usable", FALLBACK, verdict.why,
+            "nothing usable", self._fallback(failed), verdict.why,
             bucket=verdict.bucket, rejected=verdict.rejected, measurements=tuple(found),
         )  # fmt: skip
 
@@ -151,7 +153,7 @@ class _Question:
             why = f"this layer was measured here, but never with {way}"
         else:
             why = f"nothing is stored for this key; the nearest entry differs: {nearest}"
-        return self._answer("not tuned", FALLBACK, why, nearest=nearest)
+        return self._answer("not tuned", self._fallback(), why, nearest=nearest)
 
 
 def _timed(store: Store, asked: _Question) -> bool:

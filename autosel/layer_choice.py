@@ -1,7 +1,8 @@
 """Which candidate serves a layer at which token counts: the stored decisions made whole.
 
 Stored decisions count first; where one was withdrawn, or a sweep was stopped, its stored
-measurements are decided again; what then is left open is served by a default of :data:`DEFAULTS`.
+measurements are decided again; what then is left open is served by a default of
+:data:`autosel.fallback.DEFAULTS`.
 Nothing is timed here.
 """
 
@@ -30,13 +31,10 @@ from autosel.core import (
 from autosel.decide import decide
 from autosel.errors import AutoselError, NothingUsableError, StoreError, field_error
 from autosel.explanation import COLD, explain
+from autosel.fallback import DEFAULTS
 from autosel.interfaces import Backend
 from autosel.store import Store
 from autosel.tune_types import SweepSettings
-
-#: Backends that need no other package, the fastest first: the first that supports the layer here
-#: serves what is not tuned. The last one supports every layer on every device.
-DEFAULTS = ("cpu_native", "wna16_tiled", "triton", "emulation")
 
 #: ``one``  one packed copy of the weights; ``all``  that of every bucket's winner
 Layouts = Literal["one", "all"]

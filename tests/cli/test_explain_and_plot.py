@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autosel import presets
+from autosel import native, presets
 from autosel.core import (
     Candidate,
     Decision,
@@ -69,6 +69,10 @@ def fill(path, *, device=CPU, problem=PROBLEM, routing="uniform"):
         store.finish_sweep(sweep)
 
 
+#: What serves an untuned layer here: our kernel where it can be built.
+UNTUNED = "cpu_native" if native.compiler() else "emulation"
+
+
 @pytest.fixture
 def db(tmp_path):
     return tmp_path / "made.db"
@@ -123,13 +127,13 @@ def test_an_empty_database_says_what_was_looked_for_and_what_to_do(autosel, db):
     assert ran.status == 0
     problem = presets.get(PRESET, num_bits=8, group_size=-1)
     again = f"autosel sweep {PRESET} --bits 8 --group-size channel --routing zipf"
-    for words in ("not tuned", "empty", problem.key, "Pretended CPU", "emulation", again):
+    for words in ("not tuned", "empty", problem.key, "Pretended CPU", UNTUNED, again):
         assert words in ran.out, words
     found = autosel("explain", PRESET, "--tokens", 5, "--db", db, "--json").json["answers"][0]
     assert found["status"] == "not tuned"
     assert found["nearest"] is None
     assert found["looked_for"]["problem"] == PROBLEM.key
-    assert found["used"]["backend"] == "emulation"
+    assert found["used"]["backend"] == UNTUNED
 
 
 @pytest.mark.parametrize(
@@ -154,7 +158,7 @@ def test_what_was_tuned_elsewhere_is_named_field_by_field_and_never_used(
     assert "100 us" not in ran.out
     answer = autosel("explain", PRESET, "--tokens", 5, "--db", db, "--json").json["answers"][0]
     assert answer["status"] == "not tuned"
-    assert answer["used"]["backend"] == "emulation"
+    assert answer["used"]["backend"] == UNTUNED
     assert answer["decision"] is None
     differences = {item["field"]: item for item in answer["nearest"]["differences"]}
     assert fields <= set(differences)

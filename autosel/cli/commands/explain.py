@@ -118,7 +118,7 @@ def _body(answer: Explanation, again: str) -> list[str | Table]:
     parts += _rejected(answer)
     looked_for = f"{answer.problem.key} on {answer.device.name} with {answer.routing} routing"
     parts.append(f"looked for: {looked_for}")
-    parts.append(f"used instead: {answer.used.key}, which runs every layer everywhere")
+    parts.append(f"used instead: {answer.used.key}, the first built-in default that fits")
     if answer.status == "not tuned":
         parts.append(f"to tune it: {again}")
     return parts
