@@ -89,8 +89,10 @@ def decode_gate_up(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, ids_ptr, h_ptr,
         None, None, :, None
     ] * 8 + tl.arange(0, 8)[None, None, None, :]  # [1, R, NG, 8]  # fmt: skip
     bb = tl.arange(0, NB * KS)
-    xp = x_ptr + (slot // XDIV).to(tl.int64) * K + (
-        (bb % KS)[:, None] * KQ + (bb // KS)[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    xp = (
+        x_ptr
+        + (slot // XDIV).to(tl.int64) * K
+        + ((bb % KS)[:, None] * KQ + (bb // KS)[:, None] * SUB + tl.arange(0, SUB)[None, :])
     )  # [NB KS, SUB]
     acc = tl.zeros([NB * KS, R * 16, 8], tl.float32)
     if STAGES == 0:
@@ -187,8 +189,10 @@ def decode_down(h_ptr, w_ptr, s_ptr, z_ptr, b_ptr, ids_ptr, weights_ptr, out_ptr
     ids1 = tl.load(ids_ptr + slot, mask=c1 < TOPK, other=-1)
     served = (ids1 >= 0) & (ids1 < E)
     weight = tl.load(weights_ptr + slot, mask=served, other=0.0)  # [NB B0]
-    hp = h_ptr + slot.to(tl.int64)[:, None] * K + (
-        (bb % KS)[:, None] * KQ + (bb // B0)[:, None] * SUB + tl.arange(0, SUB)[None, :]
+    hp = (
+        h_ptr
+        + slot.to(tl.int64)[:, None] * K
+        + ((bb % KS)[:, None] * KQ + (bb // B0)[:, None] * SUB + tl.arange(0, SUB)[None, :])
     )  # [NB B0, SUB]
     if PDL:
         gdc_launch_dependents()
