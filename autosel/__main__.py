@@ -37,21 +37,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(args, as_json=as_json, debug=debug)
         except ReaderGoneError:
-            # What is still buffered has nowhere to go; Python would complain about it at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _drop_output()
             return READER_GONE
+
+
+def _drop_output() -> None:
+    """What is still buffered has nowhere to go; Python would complain about it at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
     def fail(status: int, error: BaseException, message: str) -> int:
         if as_json:
             kind = type(error).__name__
-            click.echo(to_json({"error": {"type": kind, "message": one_line(message)}}))
+            try:
+                click.echo(to_json({"error": {"type": kind, "message": one_line(message)}}))
+            except OSError:  # the full disk that is being reported
+                _drop_output()
         note(f"error: {message}")
         return status
 
     try:
         result = cli.main(args, prog_name="autosel", standalone_mode=False, obj=args)
+        sys.stdout.flush()  # a full disk must show here, not when Python exits
         return result if isinstance(result, int) else DONE
     except ReaderGoneError:
         raise
@@ -70,6 +78,10 @@ def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
     except OSError as error:  # a full disk, a folder that may not be written
         if debug:
             traceback.print_exc()
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
         named = f"{error.filename}: " if error.filename else ""
         return fail(REFUSED, error, f"{named}{error.strerror or error}")
     except Exception as error:

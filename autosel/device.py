@@ -206,7 +206,7 @@ def package_versions() -> tuple[tuple[str, str], ...]:
         except metadata.PackageNotFoundError:
             continue
     found["torch"] = torch.__version__
-    toolkit = torch.version.cuda or torch.version.hip
+    toolkit = torch.version.hip or torch.version.cuda
     if toolkit:
         found["hip" if torch.version.hip else "cuda"] = toolkit
     return tuple(sorted(found.items()))
