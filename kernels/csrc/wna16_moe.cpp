@@ -130,12 +130,8 @@ struct Layer {
         int64_t k = 0;
         if (layer.w13.gather) {
             const int32_t* from = layer.w13.gather + expert_of(row) * layer.w13.inputs;
-            for (; k < layer.w13.inputs; k += 1) {
-                if (from[k] < 0) { to[k] = 0; continue; }
-                f32x16 one = {};
-                one[0] = scalar(offset + from[k]);
-                to[k] = to_elem(one[0]);
-            }
+            for (; k < layer.w13.inputs; ++k)
+                to[k] = from[k] < 0 ? Elem(0) : to_elem(scalar(offset + from[k]));
         } else {
             for (; k + kLanes <= layer.hidden; k += kLanes)
                 put(to, k, load_as_f32(call.x, offset + k, layer.act_dtype));
