@@ -18,6 +18,14 @@ from autosel.core.outcome import (
     Status,
     TokenBucket,
 )
+from autosel.core.plan import (
+    BreakEven,
+    NextCopy,
+    Plan,
+    PlannedBucket,
+    ResidentLayout,
+    SingleLayout,
+)
 from autosel.core.problem import (
     ACT_DTYPES,
     ACTIVATIONS,
@@ -28,6 +36,7 @@ from autosel.core.problem import (
 )
 from autosel.core.support import Reason, Support
 from autosel.core.weights import CanonicalExperts, QuantWeight, Routing
+from autosel.core.workload import TokenBin, Workload
 
 __all__ = [
     "ACTIVATIONS",
@@ -35,21 +44,29 @@ __all__ = [
     "SCALE_DTYPES",
     "AccuracyClass",
     "Activation",
+    "BreakEven",
     "Candidate",
     "CanonicalExperts",
     "Decision",
     "Device",
     "ErrorFigures",
     "Measurement",
+    "NextCopy",
     "Params",
+    "Plan",
+    "PlannedBucket",
     "Problem",
     "QuantScheme",
     "QuantWeight",
     "Reason",
     "Rejected",
+    "ResidentLayout",
     "Routing",
     "Scalar",
+    "SingleLayout",
     "Status",
     "Support",
+    "TokenBin",
     "TokenBucket",
+    "Workload",
 ]
