@@ -5,6 +5,15 @@ They are frozen; the ones without tensors print a ``repr`` that evaluates back a
 outputs, experts), never packed words.
 """
 
+from autosel.core.certificate import (
+    PROPERTIES,
+    Certificate,
+    CertifiedCase,
+    Level,
+    Limits,
+    WeightsAudit,
+    check_properties,
+)
 from autosel.core.device import Device
 from autosel.core.outcome import (
     AccuracyClass,
@@ -41,15 +50,20 @@ from autosel.core.workload import TokenBin, Workload
 __all__ = [
     "ACTIVATIONS",
     "ACT_DTYPES",
+    "PROPERTIES",
     "SCALE_DTYPES",
     "AccuracyClass",
     "Activation",
     "BreakEven",
     "Candidate",
     "CanonicalExperts",
+    "Certificate",
+    "CertifiedCase",
     "Decision",
     "Device",
     "ErrorFigures",
+    "Level",
+    "Limits",
     "Measurement",
     "NextCopy",
     "Params",
@@ -68,5 +82,7 @@ __all__ = [
     "Support",
     "TokenBin",
     "TokenBucket",
+    "WeightsAudit",
     "Workload",
+    "check_properties",
 ]
