@@ -27,6 +27,10 @@ class StoreError(AutoselError):
     """The database cannot be opened, read or written."""
 
 
+class PackError(AutoselError):
+    """A decision pack is damaged, hostile, of another version or not what was asked for."""
+
+
 class NothingUsableError(AutoselError):
     """No candidate can run this layer here, or none was correct."""
 
