@@ -5,6 +5,7 @@ Nothing here fails on a missing or odd file: the fact is then None or left out.
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import re
@@ -105,6 +106,17 @@ def cgroup(*names: str) -> int | None:
         if text.isdigit() and int(text) < 1 << 60:  # version 1 writes a huge number for no limit
             return int(text)
     return None
+
+
+@functools.cache
+def max_clock_mhz(root: str = "/sys/devices/system/cpu/cpufreq") -> int | None:
+    """The highest clock that any core is built for; None where nobody says (most virtual machines).
+
+    It is fixed while the machine runs, and a server has hundreds of cores to ask.
+    """
+    texts = (read_text(path).strip() for path in Path(root).glob("policy*/cpuinfo_max_freq"))
+    rates_khz = [int(text) for text in texts if text.isdecimal()]
+    return round(max(rates_khz) / 1000) if rates_khz else None
 
 
 def read_text(path: str | Path) -> str:

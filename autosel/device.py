@@ -7,6 +7,7 @@ described like any other: as its CPU.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from typing import Any, Literal, cast
 
 import torch
 
-from autosel import cpuinfo
+from autosel import cpuinfo, kernel_identity
 from autosel.core import Device
 from autosel.errors import AutoselError, field_error
 
@@ -132,7 +133,8 @@ def _cpu(index: int) -> Device:
         cache_bytes=cpuinfo.last_level_cache(),
         flags=flags or cpuinfo.torch_capabilities(),
         threads=torch.get_num_threads(),
-        versions=package_versions(),
+        versions=package_versions("cpu"),
+        max_clock_mhz=cpuinfo.max_clock_mhz(),
     )
 
 
@@ -141,9 +143,11 @@ def _cuda(index: int) -> Device:
     hip = torch.version.hip is not None
     arch = str(getattr(props, "gcnArchName", "")).split(":")[0]
     block = getattr(props, "shared_memory_per_block_optin", None)
+    kind: Kind = "rocm" if hip else "cuda"
+    name = " ".join(str(props.name).split())
     return Device(
-        kind="rocm" if hip else "cuda",
-        name=" ".join(str(props.name).split()),
+        kind=kind,
+        name=name,
         # ROCm fills these with numbers of its own that mean something else than CUDA's.
         capability=None if hip else (int(props.major), int(props.minor)),
         multiprocessors=int(props.multi_processor_count),
@@ -153,8 +157,36 @@ def _cuda(index: int) -> Device:
         flags=(arch,) if hip and arch else (),
         threads=None,
         driver=_cuda_driver(hip),
-        versions=package_versions(),
+        versions=package_versions(kind),
+        max_clock_mhz=_max_clock_mhz(props, index, hip),
+        mig_slice=_mig_slice(name),
     )
+
+
+def _mig_slice(name: str) -> str | None:
+    """The profile in the name that the driver gives a MIG instance: ``... MIG 1g.10gb``."""
+    found = re.search(r"\bMIG (\d\S*)", name)
+    return found[1] if found else None
+
+
+def _max_clock_mhz(props: Any, index: int, hip: bool) -> int | None:
+    """The highest clock of the multiprocessors, which torch's properties lack in some versions."""
+    rate_khz = getattr(props, "clock_rate", None)
+    if not rate_khz and not hip:
+        rate_khz = _cuda_clock_rate(index)
+    return round(rate_khz / 1000) if rate_khz else None
+
+
+def _cuda_clock_rate(index: int) -> int | None:
+    """CU_DEVICE_ATTRIBUTE_CLOCK_RATE (13) in kHz; torch has initialised the driver already."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+        device, rate = ctypes.c_int(), ctypes.c_int()
+        if driver.cuDeviceGet(ctypes.byref(device), index):
+            return None
+        return None if driver.cuDeviceGetAttribute(ctypes.byref(rate), 13, device) else rate.value
+    except (OSError, AttributeError):
+        return None
 
 
 def _cuda_driver(hip: bool) -> str | None:
@@ -181,7 +213,7 @@ def _xpu(index: int) -> Device:
         cache_bytes=getattr(props, "last_level_cache_size", None),
         shared_memory_bytes=getattr(props, "local_mem_size", None),
         driver=str(getattr(props, "driver_version", "")) or None,
-        versions=package_versions(),
+        versions=package_versions("xpu"),
     )
 
 
@@ -193,8 +225,11 @@ _DETECTORS: dict[str, Callable[[int], Device]] = {
 }
 
 
-def package_versions() -> tuple[tuple[str, str], ...]:
-    """Versions of torch, Triton, the toolkit and every backend's distributions; absent ones not."""
+def package_versions(kind: Kind) -> tuple[tuple[str, str], ...]:
+    """Versions of torch, Triton, the toolkit and every backend's distributions; absent ones not.
+
+    Our own kernels for ``kind`` stand among them with a hash of their sources.
+    """
     # Here, because the registry loads backends and they may want a device of their own.
     from autosel.registry import all_backends
 
@@ -209,4 +244,5 @@ def package_versions() -> tuple[tuple[str, str], ...]:
     toolkit = torch.version.hip or torch.version.cuda
     if toolkit:
         found["hip" if torch.version.hip else "cuda"] = toolkit
+    found |= kernel_identity.versions(kind)
     return tuple(sorted(found.items()))

@@ -8,6 +8,10 @@ it to the ``spec`` texts here, or older rows would no longer be found.
 
 from __future__ import annotations
 
+import hashlib
+import json
+from typing import Any
+
 from sqlite_utils import Database, Migrations
 
 #: Name of this set in the ``_sqlite_migrations`` table.
@@ -195,6 +199,104 @@ def _views_and_guards(db: Database) -> None:
 
         PRAGMA user_version = 2;
     """)
+
+
+@MIGRATIONS(name="0003_merging_and_device_facts")
+def _merging_and_device_facts(db: Database) -> None:
+    # New facts of a device. What is stored was measured without asking: unknown, hence null.
+    for number, spec in db.execute("SELECT id, spec FROM devices").fetchall():
+        data = {**json.loads(spec), "max_clock_mhz": None, "mig_slice": None}
+        db.execute("UPDATE devices SET spec = ? WHERE id = ?", (_canonical(data), number))
+
+    # Numbers of rows mean nothing outside one file, so a sweep gets a name of its own. Copies of
+    # one old file give their sweeps the same names.
+    db.execute("ALTER TABLE sweeps ADD COLUMN uid TEXT")
+    facts = (
+        "SELECT s.id, d.spec, v.spec, s.label, s.settings, s.started FROM sweeps AS s"
+        " JOIN devices AS d ON d.id = s.device_id JOIN versions AS v ON v.id = s.versions_id"
+    )
+    for number, *texts in db.execute(facts).fetchall():
+        uid = hashlib.sha256("\0".join([str(number), *texts]).encode()).hexdigest()[:32]
+        db.execute("UPDATE sweeps SET uid = ? WHERE id = ?", (uid, number))
+    db.executescript("""
+        CREATE UNIQUE INDEX sweeps_uid ON sweeps (uid);
+
+        -- Rows merged from elsewhere come in any order: the newest by its time counts, and of one
+        -- instant the one stored last.
+        DROP VIEW failures;
+        DROP VIEW results;
+        DROP VIEW latest_measurements;
+        CREATE VIEW latest_measurements AS
+        SELECT * FROM measurements AS m WHERE NOT EXISTS (
+            SELECT 1 FROM measurements AS n
+            WHERE n.problem_id = m.problem_id AND n.device_id = m.device_id
+              AND n.versions_id = m.versions_id AND n.num_tokens = m.num_tokens
+              AND n.routing = m.routing AND n.candidate_id = m.candidate_id
+              AND (n.mode = m.mode OR n.mode = '{}' OR m.mode = '{}')
+              AND (n.created, n.id) > (m.created, m.id)
+        );
+
+        -- For people: names in place of numbers, units in the names of columns.
+        CREATE VIEW results AS
+        SELECT m.id, d.name AS device, p.key AS problem, m.num_tokens, m.routing,
+               c.backend, c.params, c.layout, m.status, m.accuracy,
+               (SELECT min(value) FROM json_each(m.times_us)) AS min_us,
+               (SELECT avg(value) FROM (
+                    SELECT value, row_number() OVER (ORDER BY value) AS place,
+                           count(*) OVER () AS number FROM json_each(m.times_us)
+                ) WHERE place IN ((number + 1) / 2, (number + 2) / 2)) AS median_us,
+               json_array_length(m.times_us) AS samples,
+               json_extract(m.errors, '$.rel_rms') AS rel_rms,
+               m.pack_ms, m.first_call_ms, m.weight_bytes, m.reason, m.mode, v.spec AS versions,
+               m.sweep_id, m.created
+        FROM latest_measurements AS m
+        JOIN devices AS d ON d.id = m.device_id
+        JOIN versions AS v ON v.id = m.versions_id
+        JOIN problems AS p ON p.id = m.problem_id
+        JOIN candidates AS c ON c.id = m.candidate_id;
+
+        CREATE VIEW failures AS
+        SELECT device, problem, num_tokens, routing, backend, params, status, reason, created
+        FROM results WHERE status <> 'ok';
+
+        CREATE VIEW samples AS
+        SELECT m.id AS measurement_id, d.name AS device, p.key AS problem, m.num_tokens,
+               c.backend, c.params, s.key AS sample_number, s.value AS time_us, m.created
+        FROM measurements AS m
+        JOIN json_each(m.times_us) AS s
+        JOIN devices AS d ON d.id = m.device_id
+        JOIN problems AS p ON p.id = m.problem_id
+        JOIN candidates AS c ON c.id = m.candidate_id;
+
+        CREATE VIEW sweep_summary AS
+        SELECT s.id, s.label, d.name AS device, s.started, s.finished,
+               (julianday(s.finished) - julianday(s.started)) * 86400 AS duration_s,
+               (SELECT count(*) FROM measurements AS m WHERE m.sweep_id = s.id) AS measurements,
+               (SELECT count(*) FROM measurements AS m WHERE m.sweep_id = s.id
+                AND m.status <> 'ok') AS failures,
+               (SELECT count(*) FROM decisions AS x WHERE x.sweep_id = s.id) AS decisions
+        FROM sweeps AS s JOIN devices AS d ON d.id = s.device_id;
+
+        -- Raw samples and decisions are neither deleted nor replaced. `autosel db prune` takes
+        -- these guards away for its own transaction, after it has copied what goes.
+        CREATE TRIGGER measurements_are_not_deleted BEFORE DELETE ON measurements
+        BEGIN SELECT RAISE(ABORT, 'measurements are append-only'); END;
+        CREATE TRIGGER decisions_are_not_deleted BEFORE DELETE ON decisions
+        BEGIN SELECT RAISE(ABORT, 'decisions are append-only'); END;
+        CREATE TRIGGER measurements_are_not_replaced BEFORE INSERT ON measurements
+        WHEN EXISTS (SELECT 1 FROM measurements WHERE id = NEW.id)
+        BEGIN SELECT RAISE(ABORT, 'measurements are append-only'); END;
+        CREATE TRIGGER decisions_are_not_replaced BEFORE INSERT ON decisions
+        WHEN EXISTS (SELECT 1 FROM decisions WHERE id = NEW.id)
+        BEGIN SELECT RAISE(ABORT, 'decisions are append-only'); END;
+
+        PRAGMA user_version = 3;
+    """)
+
+
+def _canonical(data: dict[str, Any]) -> str:
+    """As :func:`autosel.records.to_json` writes it at this step; a step never changes."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
 
 
 def is_newer(applied: set[str]) -> bool:

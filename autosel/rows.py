@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 from autosel import records
@@ -37,7 +38,10 @@ class StoreWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """One tuning run; ``finished`` is None while it runs and for ever if it was interrupted."""
+    """One tuning run; ``finished`` is None while it runs and for ever if it was interrupted.
+
+    ``id`` is a row number of one file; ``uid`` names the sweep wherever it is merged to.
+    """
 
     id: int
     device: Device
@@ -46,6 +50,7 @@ class Sweep:
     ceilings: Mapping[str, Any] | None
     started: str
     finished: str | None
+    uid: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +67,20 @@ class StoredDecision:
     withdrawn: bool = False
 
 
+_clock_lock = threading.Lock()
+_last = datetime.min.replace(tzinfo=UTC)
+
+
 def now() -> str:
-    """The time in UTC, with microseconds so that texts sort as times do."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    """The time in UTC, with microseconds so that texts sort as times do.
+
+    Each answer in a process is later than the one before, also where the clock is set back: what
+    was stored last must count as the newest.
+    """
+    global _last
+    with _clock_lock:
+        _last = max(datetime.now(UTC), _last + timedelta(microseconds=1))
+        return _last.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
 
 
 def identity(problem: Problem | None, device: Device | None, routing: str | None) -> Row:
@@ -200,6 +216,7 @@ def sweep(row: Row) -> Sweep:
         ceilings=None if ceilings is None else json.loads(ceilings),
         started=row["started"],
         finished=row["finished"],
+        uid=row["uid"],
     )
 
 

@@ -10,6 +10,7 @@ Many processes may write at once: each write is one short transaction that waits
 
 from __future__ import annotations
 
+import uuid
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -28,6 +29,9 @@ from autosel.storefile import Opened, open_database
 from autosel.tables import Row, Tables
 
 __all__ = ["Store", "StoreWarning", "StoredDecision", "Sweep"]
+
+#: Rows merged from another file have later numbers than older ones.
+_BY_TIME = "x.created, x.id"
 
 
 class DecisionFilters(TypedDict, total=False):
@@ -138,6 +142,7 @@ class Store:
             "settings": records.to_json(dict(settings or {})),
             "ceilings": None if ceilings is None else records.to_json(dict(ceilings)),
             "started": rows.now(),
+            "uid": uuid.uuid4().hex,
         }
         with self._tables.write():
             return self._tables.insert("sweeps", {**self._device(device), **columns})
@@ -182,7 +187,7 @@ class Store:
             f"SELECT x.*, {rows.NAMES}, c.backend, c.params, c.layout"
             f" FROM {table} AS x {rows.JOINS} JOIN candidates AS c ON c.id = x.candidate_id"
         )
-        found = rows.parsed(table, self._tables.select(sql, where, "x.id"), rows.measurement)
+        found = rows.parsed(table, self._tables.select(sql, where, _BY_TIME), rows.measurement)
         return [m for m in found if timing is None or rows.same_mode(timing, dict(m.timing))]
 
     def done(
@@ -338,7 +343,7 @@ class Store:
         found = [
             stored
             for stored in rows.parsed(
-                "decisions", self._tables.select(sql, where, "x.id"), rows.decision
+                "decisions", self._tables.select(sql, where, _BY_TIME), rows.decision
             )
             if timing is None or rows.same_mode(timing, stored.mode)
         ]

@@ -227,7 +227,8 @@ def test_the_text_that_identifies_a_layer_stays_what_it_is(store):
     )
     assert device == (
         '{"cache_bytes":52428800,"capability":[9,0],"flags":[],"kind":"cuda",'
-        '"memory_bytes":137438953472,"multiprocessors":132,"name":"Test GPU",'
+        '"max_clock_mhz":null,"memory_bytes":137438953472,"mig_slice":null,'
+        '"multiprocessors":132,"name":"Test GPU",'
         '"shared_memory_bytes":232448,"threads":null}'
     )
     assert versions == '{"driver":"580.1","packages":{"torch":"2.13.0","triton":"3.7.1"}}'

@@ -16,6 +16,9 @@ class Device:
     ``capability`` is CUDA's ``(major, minor)`` and None where the device has no such number.
     ``flags`` are instruction-set names (``avx2``, ``avx512_bf16``, ``amx_tile``, ``gfx1100``).
     ``versions`` are ``(package, version)`` pairs, sorted; ``threads`` is torch's thread count.
+    ``max_clock_mhz`` is the highest clock that the device is built for (not the present one) and
+    ``mig_slice`` the profile of a MIG instance (``1g.10gb``), None for a whole GPU. A fact that a
+    kind of device does not report is None.
     """
 
     kind: Literal["cpu", "cuda", "rocm", "xpu"]
@@ -29,6 +32,8 @@ class Device:
     threads: int | None = None
     driver: str | None = None
     versions: tuple[tuple[str, str], ...] = ()
+    max_clock_mhz: int | None = None
+    mig_slice: str | None = None
 
     def version(self, package: str) -> str | None:
         return dict(self.versions).get(package)
