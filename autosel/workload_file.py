@@ -34,6 +34,7 @@ TOKENS = ("total_tokens", "tokens_total", "tokens_processed")
 SIZE = ("tokens", "num_tokens", "tokens_per_call")
 
 Edges = tuple[int, int | None]
+_SIZE = re.compile(r"\s*(\d{1,11})(?:\.0+)?\s*(?:(\+)|-\s*(\d{1,11}))?\s*", re.ASCII)
 
 
 def read(path: Path) -> Workload:
