@@ -1,0 +1,134 @@
+"""Reads JSON from strangers: one file, of bounded size, without anything that readers disagree on.
+
+Refused: NaN and infinity (also as ``1e999``), a key that stands twice in an object, whole numbers
+beyond 64 bits, bytes that are no UTF-8, and nesting that Python's parser cannot follow. Types,
+lengths and characters are checked by whoever knows the fields (:mod:`autosel.packs.fields`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+from autosel.errors import PackError, field_error
+
+#: Larger files are refused before a byte is parsed. Sixty layers of one shape with raw samples
+#: of 14 token counts and 60 candidates take about 1 MB.
+MAX_BYTES = 32 << 20
+#: Digits of the largest 64-bit number and its sign; longer ones are never turned into numbers.
+_MAX_DIGITS = 20
+_LIMIT = 2**63
+
+#: First bytes of what people may hand over instead, with its name.
+_OTHERS = (
+    (b"PK\x03\x04", "a zip archive"),
+    (b"\x1f\x8b", "a gzip file"),
+    (b"BZh", "a bzip2 file"),
+    (b"\xfd7zXZ", "an xz file"),
+    (b"\x28\xb5\x2f\xfd", "a zstd file"),
+    (b"SQLite format 3", "an SQLite database"),
+    (b"\x80\x02", "a pickle"),
+    (b"\x80\x03", "a pickle"),
+    (b"\x80\x04", "a pickle"),
+    (b"\x80\x05", "a pickle"),
+    (b"\xef\xbb\xbf", "a byte-order mark"),
+    (b"\xff\xfe", "UTF-16"),
+    (b"\xfe\xff", "UTF-16"),
+)
+
+
+class _RefusedError(Exception):
+    """What a hook of the parser found and what it expected."""
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole of a regular file of at most :data:`MAX_BYTES`; PackError in one line otherwise.
+
+    Links are followed (model caches are made of them) as far as a regular file.
+    """
+    try:
+        # Not blocking: opening a named pipe would wait for ever for its writer.
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _BINARY)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PackError(f"{path}: cannot be read: {reason}") from None
+    with os.fdopen(handle, "rb") as file:
+        found = os.fstat(file.fileno())
+        if not stat.S_ISREG(found.st_mode):
+            kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device or pipe"
+            raise PackError(field_error(str(path), "pack", kind, "a file"))
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        size = max(found.st_size, len(data))
+        raise PackError(field_error(str(path), "bytes", size, f"at most {MAX_BYTES}"))
+    return data
+
+
+_BINARY = getattr(os, "O_BINARY", 0)
+
+
+def parse(data: bytes, where: str) -> Any:
+    """The value in ``data``; PackError, in one line that starts with ``where``, for the rest."""
+    for start, name in _OTHERS:
+        if data.startswith(start):
+            raise PackError(field_error(where, "content", name, "JSON text in UTF-8"))
+    if data[257:262] == b"ustar":
+        raise PackError(field_error(where, "content", "a tar archive", "JSON text in UTF-8"))
+    try:
+        return json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_object,
+            parse_constant=_constant,
+            parse_float=_float,
+            parse_int=_int,
+        )
+    except _RefusedError as error:
+        raise PackError(f"{where}: {error}") from None
+    except json.JSONDecodeError as error:
+        raise PackError(f"{where}: line {error.lineno}: not valid JSON: {error.msg}") from None
+    except UnicodeDecodeError as error:
+        raise PackError(f"{where}: byte {error.start}: not valid UTF-8") from None
+    except RecursionError:
+        raise PackError(f"{where}: nested too deeply") from None
+    except MemoryError:
+        raise PackError(f"{where}: does not fit in memory") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise _RefusedError(field_error(shown(name), "key", "twice", "once in an object"))
+            seen.add(name)
+    return made
+
+
+def _constant(word: str) -> float:
+    raise _RefusedError(field_error("number", "value", word, "a finite number"))
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise _RefusedError(field_error("number", "value", shown(text), "a finite number"))
+    return value
+
+
+def _int(text: str) -> int:
+    # Python refuses thousands of digits by itself, and would first spend time on hundreds.
+    value = int(text) if len(text) <= _MAX_DIGITS else _LIMIT
+    if not -_LIMIT <= value < _LIMIT:
+        raise _RefusedError(field_error("number", "value", shown(text), "a number of 64 bits"))
+    return value
+
+
+def shown(value: object) -> str:
+    """A short ASCII rendering: nothing of a stranger's reaches a terminal as it is."""
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
