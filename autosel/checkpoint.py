@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -81,6 +82,11 @@ class Checkpoint:
     @property
     def model_type(self) -> str | None:
         return self._config.model_type
+
+    @property
+    def quantization(self) -> Mapping[str, Any] | None:
+        """The quantisation settings as the folder's config files have them, or None."""
+        return None if self._config.quant is None else self._config.quant.data
 
     @property
     def layers(self) -> tuple[MoELayer, ...]:
