@@ -78,15 +78,24 @@ class Chosen:
 Clears = Callable[[Set, Set], bool]
 
 
-def solve(instance: Instance, budget: int | None, clears: Clears | None = None) -> Chosen | None:
+def solve(
+    instance: Instance,
+    budget: int | None,
+    clears: Clears | None = None,
+    *,
+    copies: int | None = None,
+) -> Chosen | None:
     """The set of layouts to keep within ``budget`` bytes; None when none serves every bucket.
 
     clears  whether a gain is real; every gain is when left out, so that the answer is the set of
             least time, then of fewest copies, fewest bytes, and first names among the undominated
+    copies  at most this many
     """
     best: Chosen | None = None
-    for sets in _sets(instance, budget):
-        fastest = min(sets, key=_fastest_first)
+    for sets in itertools.islice(_sets(instance, budget), copies):
+        fastest = min(sets, key=_fastest_first, default=None)
+        if fastest is None:
+            continue
         if best is not None and not _gains(instance, best.layouts, fastest.layouts, clears):
             continue
         tied = [
@@ -102,11 +111,18 @@ def solve(instance: Instance, budget: int | None, clears: Clears | None = None) 
 def by_copies(instance: Instance, budget: int | None = None) -> Iterator[Chosen]:
     """The fastest set of each number of copies that can be had, fewest first."""
     for sets in _sets(instance, budget):
-        yield min(sets, key=_fastest_first)
+        if sets:
+            yield min(sets, key=_fastest_first)
+
+
+def smallest(instance: Instance) -> Chosen | None:
+    """The set of fewest bytes that serves every bucket; None when there is none."""
+    sets = itertools.chain.from_iterable(_sets(instance, None))
+    return min(sets, key=lambda found: (found.nbytes, found.layouts), default=None)
 
 
 def _sets(instance: Instance, budget: int | None) -> Iterator[list[Chosen]]:
-    """The sets that fit and serve every bucket, for each number of copies that has any."""
+    """The sets that fit and serve every bucket, for each number of copies, fewest first."""
     names = undominated(instance)
     room = math.inf if budget is None else budget
     fitting = looked_at = 0
@@ -125,8 +141,7 @@ def _sets(instance: Instance, budget: int | None) -> Iterator[list[Chosen]]:
             for layouts in itertools.combinations(names, count)
             if (budget is None or instance.bytes(layouts) <= budget) and instance.serves(layouts)
         ]
-        if sets:
-            yield sets
+        yield sets
 
 
 def _fastest_first(found: Chosen) -> tuple[float, int, Set]:

@@ -48,8 +48,11 @@ class WeightBudget:
                 )
             return WeightBudget(number, None)
         total = math.floor(number * _UNITS[unit or ""])
-        if total < 1:
-            raise AutoselError(field_error("weight budget", "bytes", text, "at least 1"))
+        # Nobody means 1.5 or 2 bytes.
+        if total < 1 or (not unit and number < 1000):
+            raise AutoselError(
+                field_error("weight budget", "unit", f"none behind {found[1]}", "x, MiB or GiB")
+            )
         return WeightBudget(None, total)
 
     def bytes(self, copy_bytes: int, layers: int) -> int:

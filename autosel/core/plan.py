@@ -277,6 +277,9 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
 
 
 def _candidate_from(data: Mapping[str, Any]) -> Candidate:
+    for name, value in dict(data["params"]).items():
+        scalar = value is None or isinstance(value, bool | int | float | str)
+        _need(scalar, f"candidate.params[{name}]", "value", type(value).__name__, "a scalar")
     return Candidate.of(str(data["backend"]), dict(data["params"]), str(data["layout"]))
 
 
