@@ -19,14 +19,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
-from autosel import identity, records, rows
+from autosel import identity, plan_rows, records, rows
 from autosel.buckets import newest_cover
-from autosel.core import Candidate, Decision, Device, Measurement, Problem
+from autosel.core import Candidate, Decision, Device, Measurement, Plan, Problem
 from autosel.errors import StoreError, field_error
+from autosel.plan_rows import StoredPlan
 from autosel.records import Timing
 from autosel.rows import StoredDecision, StoreWarning, Sweep
 from autosel.storefile import Opened, open_database
-from autosel.tables import Row, Tables
+from autosel.tables import Row
 
 __all__ = ["Store", "StoreWarning", "StoredDecision", "Sweep"]
 
@@ -46,23 +47,34 @@ class DecisionFilters(TypedDict, total=False):
 class Store:
     """An open database; a context manager. Get one from :meth:`open`.
 
-    ``path`` is None for a store in memory and ``notice`` says why it is one ("" when asked for).
+    ``path`` is None for a store in memory and ``notice`` says why it is one ("" when asked for);
+    it is a folder when ``segments`` (:mod:`autosel.segments`).
     Not to be used in a forked child: open another one there.
     """
 
     def __init__(self, opened: Opened) -> None:
         self.path = opened.path
         self.notice = opened.notice
-        self._tables = Tables(opened.connection, opened.path)
+        self.segments = opened.segments
+        self._tables = opened.tables
 
     @classmethod
-    def open(cls, path: str | Path | None = None, *, strict: bool = False) -> Store:
+    def open(
+        cls,
+        path: str | Path | None = None,
+        *,
+        strict: bool = False,
+        segments: bool | None = None,
+    ) -> Store:
         """Open ``path``, else ``$AUTOSEL_DB``, else the user's cache folder's ``autosel.db``.
+
+        On a file system that machines share, the folder ``PATH.segments`` stands in for the file;
+        ``segments`` says so, or not, whatever the file system is.
 
         A place that cannot be used gives a store in memory and one StoreWarning, or StoreError
         when ``strict``; a damaged file is set aside and a new one begun, with one StoreWarning.
         """
-        opened = open_database(path, strict=strict)
+        opened = open_database(path, strict=strict, segments=segments)
         if opened.notice:
             warnings.warn(opened.notice, StoreWarning, stacklevel=2)
         return cls(opened)
@@ -126,6 +138,14 @@ class Store:
                     "runner_up_id": self._candidate(runner_up) if runner_up else None,
                     **columns,
                 },
+            )
+
+    def add_plan(self, plan: Plan) -> int:
+        """Append a plan: from now on it holds for its layer, device, routing and timing mode."""
+        columns = plan_rows.columns(plan)
+        with self._tables.write():
+            return self._tables.insert(
+                "plans", {**self._owner(plan.problem, plan.device), **columns}
             )
 
     def begin_sweep(
@@ -255,6 +275,20 @@ class Store:
     def stale(self, device: Device) -> tuple[identity.Nearest, ...]:
         """Entries of this hardware that another driver or other packages made."""
         return identity.stale(device, self.entries())
+
+    def plans(
+        self,
+        problem: Problem | None = None,
+        device: Device | None = None,
+        routing: str | None = None,
+        *,
+        timing: Timing | None = None,
+    ) -> list[StoredPlan]:
+        """Plans, oldest first: the last one of a layer, device, routing and timing mode holds."""
+        sql = f"SELECT x.*, {rows.NAMES} FROM plans AS x {rows.JOINS}"
+        where = rows.identity(problem, device, routing)
+        found = rows.parsed("plans", self._tables.select(sql, where, "x.id"), plan_rows.stored)
+        return [s for s in found if timing is None or rows.same_mode(timing, dict(s.plan.timing))]
 
     def sweeps(self) -> list[Sweep]:
         """All sweeps, oldest first."""

@@ -186,5 +186,5 @@ def test_steps_of_other_tools_in_the_same_table_are_not_ours(old):
 
 def test_a_memory_database_has_the_same_tables():
     opened = storefile.open_database(":memory:")
-    with contextlib.closing(opened.connection) as connection:
+    with contextlib.closing(opened.tables._connection) as connection:
         assert set(TABLES) <= set(Database(connection).table_names())

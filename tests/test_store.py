@@ -20,8 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlite_utils import Database
 
-from autosel import records, storefile
+from autosel import records, sqlite_file, storefile
 from autosel.core import (
     Activation,
     Candidate,
@@ -944,7 +945,7 @@ def test_sixteen_processes_write_two_hundred_rows_each_while_one_reads(tmp_path)
         time.sleep(0.02)
     out, err = run.communicate()
     assert run.returncode == 0, err
-    assert max(map(float, out.split())) < storefile.BUSY_S
+    assert max(map(float, out.split())) < sqlite_file.BUSY_S
     assert len(out.split()) == 16
     assert reads >= 1  # how many more depends on the machine; each held while rows were written
     with Store.open(path) as store:
@@ -1027,4 +1028,4 @@ def test_a_kill_between_begin_and_commit_leaves_nothing(tmp_path):
 
 
 def test_every_known_migration_is_applied(store):
-    assert MIGRATIONS.pending(storefile.Database(store._tables._connection)) == []
+    assert MIGRATIONS.pending(Database(store._tables._connection)) == []
