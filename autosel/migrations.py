@@ -294,6 +294,33 @@ def _merging_and_device_facts(db: Database) -> None:
     """)
 
 
+@MIGRATIONS(name="0004_plans")
+def _plans(db: Database) -> None:
+    db.executescript("""
+        -- Which layouts stay resident and what each token bucket runs; the newest one of a layer,
+        -- device, versions, routing and way of timing holds. spec is the whole plan.
+        CREATE TABLE plans (
+            id INTEGER PRIMARY KEY,
+            problem_id INTEGER NOT NULL REFERENCES problems(id),
+            device_id INTEGER NOT NULL REFERENCES devices(id),
+            versions_id INTEGER NOT NULL REFERENCES versions(id),
+            routing TEXT NOT NULL,
+            mode TEXT NOT NULL CHECK (json_valid(mode)),
+            spec TEXT NOT NULL CHECK (json_valid(spec)),
+            created TEXT NOT NULL,
+            workload TEXT AS (json_extract(spec, '$.workload.name')),
+            budget TEXT AS (json_extract(spec, '$.budget')),
+            time_us REAL AS (json_extract(spec, '$.time_us'))
+        ) STRICT;
+        CREATE INDEX plans_by_key ON plans (problem_id, device_id, versions_id, routing);
+
+        CREATE TRIGGER plans_are_append_only BEFORE UPDATE ON plans
+        BEGIN SELECT RAISE(ABORT, 'plans are append-only'); END;
+
+        PRAGMA user_version = 4;
+    """)
+
+
 def _canonical(data: dict[str, Any]) -> str:
     """As :func:`autosel.records.to_json` writes it at this step; a step never changes."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
