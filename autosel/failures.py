@@ -1,16 +1,32 @@
-"""What an exception means for a candidate: a status and one line that says which step failed."""
+"""What an exception means for a candidate: a status and one line that says which step failed.
+
+A candidate's code may raise anything: exceptions that cannot be printed, messages of megabytes,
+things that are no :class:`Exception` at all. :func:`tamed` turns all of it into an exception that
+the rest of the program can handle, at the one place where such code is called.
+"""
 
 from __future__ import annotations
 
+import errno
 import re
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from autosel.core import Status
 from autosel.errors import AutoselError, UnsupportedError
 
+T = TypeVar("T")
+
 #: What a candidate may raise without ending the sweep. A library that gives up calls ``exit``.
 CAUGHT = (Exception, SystemExit)
+
+#: Characters of a message that are looked at: some libraries put a whole program into one.
+LONGEST = 20_000
+
+#: Characters of a reason.
+LINE = 400
 
 #: Not every library raises an out-of-memory error of its own type.
 _NO_MEMORY = re.compile(
@@ -19,12 +35,79 @@ _NO_MEMORY = re.compile(
     re.IGNORECASE,
 )
 
+#: Device errors after which every later call of the process fails as well (CUDA Runtime API,
+#: "Error handling": the process must be ended and started again), and HIP's words for them.
+_POISON = re.compile(
+    r"illegal memory access|illegal address|misaligned address|illegal instruction|"
+    r"invalid program counter|invalid address space|hardware stack error|device-side assert|"
+    r"unspecified launch failure|launch timed out|tensor memory alignment|"
+    r"cluster target block not present|hipErrorIllegalAddress|hipErrorLaunchFailure|"
+    r"memory access fault by GPU|UR_RESULT_ERROR_DEVICE_LOST",
+    re.IGNORECASE,
+)
+
+#: Faults of the machine, which say nothing about the candidate that met them first.
+_MACHINE_ERRNO = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.EIO}
+)
+_MACHINE = re.compile(
+    r"no space left on device|disk quota exceeded|read-only file system|too many open files|"
+    r"no CUDA-capable device|no HIP GPUs|found no nvidia driver|driver/library version mismatch|"
+    r"cuda driver version is insufficient|devices? .{0,40}(busy or )?unavailable|"
+    r"device not ready|uncorrectable (ECC|NVLink) error|fallen off the bus|gpu is lost|"
+    r"cudaErrorInitializationError|initialization error|system not yet initialized",
+    re.IGNORECASE,
+)
+
+
+class CandidateError(Exception):
+    """What a candidate raised, in words, where the exception itself would do harm."""
+
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that something did not fit in memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError | OSError) and bool(_NO_MEMORY.search(str(error)))
+    if not isinstance(error, RuntimeError | OSError | CandidateError):
+        return False
+    return bool(_NO_MEMORY.search(message(error)))
+
+
+def is_poison(text: str) -> bool:
+    """Whether a message tells of a device context that no later call can use."""
+    return bool(_POISON.search(text))
+
+
+def is_machine_fault(error: BaseException | str) -> bool:
+    """Whether the machine is at fault (a full disk, a lost driver) and not who met it first."""
+    if isinstance(error, OSError) and error.errno in _MACHINE_ERRNO:
+        return True
+    return bool(_MACHINE.search(error if isinstance(error, str) else message(error)))
+
+
+def tamed(error: BaseException, *, interruptible: bool = True) -> BaseException:
+    """``error`` itself where it is harmless, else one that says the same.
+
+    Harmless is an Exception with a message of moderate length. A KeyboardInterrupt is the user's
+    where the process is ``interruptible``; in a worker nobody else raises one.
+    """
+    if interruptible and isinstance(error, KeyboardInterrupt):
+        return error
+    text = message(error)
+    # The way to a readable message may be the fault: __str__ that raises, or returns megabytes.
+    if isinstance(error, Exception) and _readable(error):
+        return error
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return MemoryError(text)
+    return CandidateError(f"{type(error).__name__}: {text or 'no message'}")
+
+
+def call_tamed(code: Callable[[], T], *, interruptible: bool = True) -> T:
+    """``code()``, a candidate's; what it raises is :func:`tamed`."""
+    try:
+        return code()
+    except BaseException as error:
+        raise tamed(error, interruptible=interruptible) from None
 
 
 def failed(error: BaseException, step: str) -> tuple[Status, str]:
@@ -32,13 +115,29 @@ def failed(error: BaseException, step: str) -> tuple[Status, str]:
     if isinstance(error, UnsupportedError):
         return "unsupported", one_line(error)
     status: Status = "oom" if is_out_of_memory(error) else "failed"
-    known = isinstance(error, AutoselError)
+    known = isinstance(error, AutoselError | CandidateError)
     what = one_line(error) if known else f"{type(error).__name__}: {one_line(error)}"
     return status, f"{step}: {what}"
 
 
-def one_line(error: BaseException) -> str:
-    """The first paragraph of an error's message as one line of moderate length."""
-    text = str(error).strip().split("\n\n")[0]
-    line = " ".join(text.split()) or "no message"
-    return line if len(line) <= 400 else line[:397] + "..."
+def message(error: BaseException) -> str:
+    """The error's message as far as it is of use; never raises."""
+    try:
+        text = str(error)
+        return text if len(text) <= LONGEST else text[:LONGEST] + "..."
+    except BaseException:  # a __str__ of a third party's
+        return "its message cannot be printed"
+
+
+def one_line(error: BaseException | str) -> str:
+    """The first paragraph of a message as one line of moderate length."""
+    text = error[:LONGEST] if isinstance(error, str) else message(error)
+    line = " ".join(text.strip().split("\n\n")[0].split()) or "no message"
+    return line if len(line) <= LINE else line[: LINE - 3] + "..."
+
+
+def _readable(error: BaseException) -> bool:
+    try:
+        return len(str(error)) <= LONGEST
+    except BaseException:
+        return False

@@ -97,12 +97,18 @@ def all_backends() -> tuple[Backend, ...]:
     return tuple(get(name) for name in names())
 
 
+def registered() -> tuple[Backend, ...]:
+    """The backends added by :func:`register`: only this process knows them."""
+    with _lock:
+        return tuple(_registered.values())
+
+
 def register(backend: Backend | type[Backend]) -> Registration:
     """Add a backend for this process; ``with register(backend):`` removes it again.
 
-    Raises AutoselError when the object is no backend or its name is taken. Child processes that
-    are not forked do not see it: a package does that through the entry point group
-    ``autosel.backends``.
+    Raises AutoselError when the object is no backend or its name is taken. A sweep sends it to its
+    worker process (:mod:`autosel.worker_wire`); other processes that are not forked do not see it:
+    a package does that through the entry point group ``autosel.backends``.
     """
     instance = _instance(backend, "register")
     with _lock:

@@ -16,6 +16,7 @@ import torch
 from autosel.core import CanonicalExperts, Device
 from autosel.device import free_memory_bytes
 from autosel.errors import AutoselError, field_error
+from autosel.failures import call_tamed, is_machine_fault, is_out_of_memory
 from autosel.interfaces import Layout, PackedExperts
 from autosel.timing import Timer
 
@@ -38,9 +39,15 @@ class Residency:
     """The packed weights of one layer. ``experts`` is asked for when the first layout is packed."""
 
     def __init__(
-        self, experts: Callable[[], CanonicalExperts], device: Device, timer: Timer
+        self,
+        experts: Callable[[], CanonicalExperts],
+        device: Device,
+        timer: Timer,
+        *,
+        interruptible: bool = True,
     ) -> None:
         self._experts = experts
+        self._interruptible = interruptible
         self._device = device
         self._timer = timer
         self._held: dict[Layout, Resident] = {}
@@ -98,11 +105,11 @@ class Residency:
         start = self._timer.now()
         try:
             # Through the timer, which waits for the device: a fault is then this layout's.
-            self._timer.run(lambda: made.append(layout.pack(experts)))
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
+            self._timer.run(lambda: made.append(self._packed(layout, experts)))
         except Exception as error:
-            self._failed[layout] = error
+            # What did not fit may fit later; a full disk is no property of the layout.
+            if not is_out_of_memory(error) and not is_machine_fault(error):
+                self._failed[layout] = error
             raise
         pack_ms = (self._timer.now() - start) * 1e3
         if made[0].layout != layout.key:
@@ -110,6 +117,9 @@ class Residency:
                 field_error(f"layout {layout.key}", "packed layout", made[0].layout, layout.key)
             )
         return Resident(made[0], pack_ms)
+
+    def _packed(self, layout: Layout, experts: CanonicalExperts) -> PackedExperts:
+        return call_tamed(lambda: layout.pack(experts), interruptible=self._interruptible)
 
     def _make_room(
         self, layout: Layout, experts: CanonicalExperts, keep: Collection[Layout]

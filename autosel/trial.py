@@ -2,61 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 import torch
 
-from autosel.compare import Verdict, compare
-from autosel.core import Candidate, CanonicalExperts, Device, Measurement, Params, Status
+from autosel.compare import Verdict
+from autosel.core import Candidate, CanonicalExperts, Device, Measurement, Params, Problem, Status
 from autosel.errors import AutoselError, field_error
-from autosel.expert_map import localize
-from autosel.failures import CAUGHT, failed
+from autosel.failures import CAUGHT, failed, is_machine_fault, is_poison
 from autosel.interfaces import Backend, Layout, PackedExperts
+from autosel.process_state import ProcessState
 from autosel.residency import Residency
 from autosel.sources import WeightSource
-from autosel.timing import TimedSamples, Timer, TimingSettings, first_call_ms, time_candidates
+from autosel.timing import (
+    Call as AnyCall,
+)
+from autosel.timing import (
+    TimedSamples,
+    Timer,
+    TimingSettings,
+    first_call_ms,
+    time_candidates,
+)
+from autosel.trial_call import Call, Tame
 from autosel.tune_inputs import timed_cases
 from autosel.tune_types import Observer, SweepSettings
 from autosel.verify import make_cases, verify_candidate
 from autosel.verify_cases import Case
+from autosel.worker_beat import WatchedTimer
 
 
-class Call:
-    """A backend on one case, with an input and an output of its own, as a layer would call it."""
-
-    def __init__(self, backend: Backend, packed: PackedExperts, params: Params, case: Case) -> None:
-        # What autosel.dispatch.apply establishes, once: its checks are no part of the kernel.
-        self.backend, self.packed, self.params, self.case = backend, packed, params, case
-        self.x = case.x.clone()
-        self.routing = localize(case.routing, packed.problem, case.expert_map, device=case.x.device)
-        self.out = torch.full_like(case.x, torch.nan)
-
-    def __call__(self) -> None:
-        self.backend.run(self.packed, self.x, self.routing, self.params, self.out)
-
-    def verdict(self) -> Verdict:
-        """Judge what the last call left in the output."""
-        problem, judged = self.packed.problem, self.case.judged
-        accuracy = self.backend.accuracy(self.params)
-        if not torch.equal(self.x, self.case.x):
-            return Verdict("wrong", f"{self.case.name}: it changed its input x")
-        verdict = compare(
-            self.out,
-            judged.reference,
-            accuracy=accuracy,
-            act_dtype=problem.act_dtype,
-            scale=judged.scales[accuracy],
-            overflows=judged.overflows,
-        )
-        return (
-            verdict if verdict else replace(verdict, reason=f"{self.case.name}: {verdict.reason}")
-        )
+def blank_row(
+    problem: Problem,
+    settings: SweepSettings,
+    device: Device,
+    candidate: Candidate,
+    num_tokens: int,
+    status: Status,
+    why: str,
+) -> Measurement:
+    """A measurement without figures."""
+    return Measurement(
+        problem=problem,
+        num_tokens=num_tokens,
+        routing=settings.routing,
+        candidate=candidate,
+        device=device,
+        status=status,
+        reason=why,
+    )
 
 
 class Bench:
-    """Loads the weights when the first candidate needs them; keeps packed layouts and verdicts."""
+    """Loads the weights when the first candidate needs them; keeps packed layouts and verdicts.
+
+    watch          told whose call comes next while several are timed
+    interruptible  a KeyboardInterrupt is the user's and passes through; else whoever raises it did
+    cases          where to take the judged inputs from, when something before worked them out
+    """
 
     def __init__(
         self,
@@ -66,6 +71,10 @@ class Bench:
         tokens: Sequence[int],
         timer: Timer,
         observer: Observer,
+        *,
+        watch: Callable[[Candidate], None] = lambda candidate: None,
+        interruptible: bool = True,
+        cases: Callable[[Callable[[], JudgedInputs]], JudgedInputs] = lambda make: make(),
     ) -> None:
         self._source = source
         self._settings = settings
@@ -73,11 +82,20 @@ class Bench:
         self._tokens = tokens
         self._timer = timer
         self._observer = observer
-        self._residency = Residency(lambda: self.experts, device, timer)
+        self._watch = watch
+        self._interruptible = interruptible
+        self._take_cases = cases
+        self._residency = Residency(
+            lambda: self.experts, device, timer, interruptible=interruptible
+        )
         self._layouts: dict[Candidate, Layout] = {}
         self._backends: dict[str, Backend] = {}
         self._verdicts: dict[Candidate, Verdict] = {}
-        self._step = ""
+        self._audited: set[Layout] = set()
+        #: The step that ran last, and the one to blame for what failed in it.
+        self.step = ""
+        #: Why the process that this runs in cannot be trusted any more; "" while it can.
+        self.spoiled = ""
 
     @cached_property
     def experts(self) -> CanonicalExperts:
@@ -90,38 +108,39 @@ class Bench:
         return experts
 
     @cached_property
-    def _cases(self) -> dict[int, Case]:
+    def _inputs(self) -> JudgedInputs:
+        return self._take_cases(self._judge)
+
+    def _judge(self) -> JudgedInputs:
         settings = self._settings
-        return timed_cases(self.experts, settings.routing, self._tokens, seed=settings.seed)
+        return (
+            timed_cases(self.experts, settings.routing, self._tokens, seed=settings.seed),
+            make_cases(self.experts, seed=settings.seed),
+        )
 
     @cached_property
-    def _judged(self) -> list[Case]:
-        return make_cases(self.experts, seed=self._settings.seed)
+    def _state(self) -> ProcessState:
+        """How the process was before the first candidate ran in it."""
+        return ProcessState.now()
 
     def load(self) -> None:
         """Load the weights and judge the cases; what cannot be read is the caller's error."""
         if "experts" not in self.__dict__:
             self._begin("load", self._tokens[0])
-        _ = self._cases, self._judged
+        _ = self.experts, self._inputs, self._state
 
     def candidate(self, backend: Backend, params: Params) -> Candidate:
         """The candidate with the layout it reads; raises what the backend raises."""
         layout = backend.layout(self._source.problem, params)
         candidate = Candidate.of(backend.name, params, layout.key)
         self._layouts[candidate] = layout
-        self._backends[backend.name] = backend
+        self._backends[backend.name] = Tame.of(backend, interruptible=self._interruptible)
         return candidate
 
     def row(self, candidate: Candidate, num_tokens: int, status: Status, why: str) -> Measurement:
         """A measurement without figures."""
-        return Measurement(
-            problem=self._source.problem,
-            num_tokens=num_tokens,
-            routing=self._settings.routing,
-            candidate=candidate,
-            device=self._device,
-            status=status,
-            reason=why,
+        return blank_row(
+            self._source.problem, self._settings, self._device, candidate, num_tokens, status, why
         )
 
     def attempt(self, candidate: Candidate, num_tokens: int) -> Measurement:
@@ -140,6 +159,7 @@ class Bench:
 
     def _attempt(self, candidate: Candidate, num_tokens: int) -> Measurement:
         row = self.row(candidate, num_tokens, "ok", "")
+        self.load()
         try:
             backend, layout = self._backends[candidate.backend], self._layouts[candidate]
             row = replace(row, accuracy=backend.accuracy(candidate.params_dict))
@@ -148,30 +168,46 @@ class Bench:
             packed = resident.packed
             row = replace(row, pack_ms=resident.pack_ms, weight_bytes=packed.nbytes)
             self._begin("first call", num_tokens, candidate)
-            call = Call(backend, packed, candidate.params_dict, self._cases[num_tokens])
+            call = Call(backend, packed, candidate.params_dict, self._inputs[0][num_tokens])
             row = replace(row, first_call_ms=first_call_ms(call, self._timer))
-            self._begin("verify", num_tokens, candidate)
             # The first call's own output counts too: kernels change their path with the size.
             verdict = call.verdict()
             row = replace(row, errors=verdict.errors)
             if verdict:
-                verdict = self._verified(backend, packed, candidate)
+                self._begin("verify", num_tokens, candidate)
+                verdict = self._verified(backend, packed, candidate, layout)
         except CAUGHT as error:
-            status, reason = failed(error, f"{candidate.backend} {self._step}")
-            return replace(row, status=status, reason=reason)
+            return self._failed(row, error, self.step)
+        finally:
+            self._state.put_back()
         if verdict.weights_changed:
             self._residency.drop(layout)
         if not verdict:
+            self._judge_process(verdict.reason)
             errors = verdict.errors or row.errors
             return replace(row, status=verdict.status, reason=verdict.reason, errors=errors)
         return row
 
-    def _verified(self, backend: Backend, packed: PackedExperts, candidate: Candidate) -> Verdict:
-        """The verdict over all judged cases, which depends on no token count of the sweep."""
+    def _verified(
+        self, backend: Backend, packed: PackedExperts, candidate: Candidate, layout: Layout
+    ) -> Verdict:
+        """The verdict over all judged cases, which depends on no token count of the sweep.
+
+        The audit of single weights is one more pass over all of them: once a layout.
+        """
         if candidate not in self._verdicts:
-            verdict = verify_candidate(backend, packed, candidate.params_dict, self._judged)
+            audited = layout in self._audited
+            verdict = verify_candidate(
+                backend,
+                packed,
+                candidate.params_dict,
+                self._inputs[1],
+                experts=None if audited else self.experts,
+            )
             if verdict.status == "oom":  # perhaps only now
                 return verdict
+            if verdict.audit_score is not None and verdict:
+                self._audited.add(layout)
             self._verdicts[candidate] = verdict
         return self._verdicts[candidate]
 
@@ -182,6 +218,7 @@ class Bench:
 
         All are interleaved as far as their packed weights fit in memory together.
         """
+        self.load()
         rows = {row.candidate: row for row in ready}
         wanted = [(candidate, self._layouts[candidate]) for candidate in rows]
         for group in self._residency.together(wanted):
@@ -195,17 +232,17 @@ class Bench:
         keep = {self._layouts[candidate] for candidate in rows}
         calls: dict[Candidate, Call] = {}
         for candidate, row in rows.items():
+            self._watch(candidate)
             try:
                 packed = self._residency.get(self._layouts[candidate], keep).packed
                 calls[candidate] = Call(
                     self._backends[candidate.backend],
                     packed,
                     candidate.params_dict,
-                    self._cases[num_tokens],
+                    self._inputs[0][num_tokens],
                 )
             except CAUGHT as error:
-                status, reason = failed(error, f"{candidate.backend} pack")
-                rows[candidate] = replace(row, status=status, reason=reason)
+                rows[candidate] = self._failed(row, error, "pack")
         blocks = 0
 
         def progress(candidate: Candidate, number: int) -> None:
@@ -213,27 +250,72 @@ class Bench:
             blocks += 1
             self._observer.timed(num_tokens, blocks, settings.rounds * len(calls))
 
-        timed = time_candidates(calls, settings, self._timer, progress)
-        for candidate, samples in timed.items():
-            rows[candidate] = _with_times(rows[candidate], samples, calls[candidate])
+        try:
+            timer = WatchedTimer(self._timer, self._before({c: k for k, c in calls.items()}))
+            # 8-bit activations end no exact candidate's race unless they may be chosen.
+            whole = self._settings.allow_a8
+            classes = {c: "any" if whole else rows[c].accuracy for c in calls}
+            timed = time_candidates(calls, settings, timer, progress, classes)
+            for candidate, samples in timed.items():
+                self._watch(candidate)
+                rows[candidate] = self._with_times(rows[candidate], samples, calls[candidate])
+        finally:
+            self._state.put_back()
         return rows
+
+    def _before(self, owners: dict[Call, Candidate]) -> Callable[[AnyCall], None]:
+        """What happens ahead of a timed call: it is announced, and others' settings are undone."""
+        last: list[Candidate | None] = [None]
+
+        def before(call: AnyCall) -> None:
+            candidate = owners.get(call) if isinstance(call, Call) else None
+            if candidate is not None and candidate is not last[0]:
+                last[0] = candidate
+                self._state.put_back(all_settings=False)
+            if candidate is not None:
+                self._watch(candidate)
+
+        return before
 
     def close(self) -> None:
         """Free everything that was packed."""
         self._residency.clear()
 
     def _begin(self, step: str, num_tokens: int, candidate: Candidate | None = None) -> None:
-        self._step = step
+        self.step = step
         self._observer.step(step, num_tokens, candidate)
 
-
-def _with_times(row: Measurement, samples: TimedSamples, call: Call) -> Measurement:
-    row = replace(row, timing=samples.timing)
-    if samples.error is not None:
-        status, reason = failed(samples.error, f"{row.candidate.backend} time")
+    def _failed(self, row: Measurement, error: BaseException, step: str) -> Measurement:
+        status, reason = failed(error, f"{row.candidate.backend} {step}")
+        self._judge_process(reason, machine=is_machine_fault(error))
+        if is_poison(reason):
+            status = "crashed"
         return replace(row, status=status, reason=reason)
-    verdict = call.verdict()
-    if not verdict:
-        reason = f"after {len(samples.times_us)} timed calls, {verdict.reason}"
-        return replace(row, status=verdict.status, reason=reason, errors=verdict.errors)
-    return replace(row, times_us=samples.times_us)
+
+    def _judge_process(self, reason: str, *, machine: bool = False) -> None:
+        """Note whether others may go on in this process after a failure for ``reason``."""
+        if is_poison(reason) or machine:
+            self.spoiled = self.spoiled or reason
+        elif "writes outside it" in reason:
+            self.spoiled = self.spoiled or "memory of others may be overwritten"
+        elif self._device.torch_device != "cpu":
+            try:
+                torch.accelerator.synchronize()
+            except RuntimeError as error:
+                self.spoiled = self.spoiled or str(error)
+
+    def _with_times(self, row: Measurement, samples: TimedSamples, call: Call) -> Measurement:
+        row = replace(row, timing=samples.timing)
+        if samples.error is not None:
+            return self._failed(row, samples.error, "time")
+        try:
+            verdict = call.verdict()
+        except CAUGHT as error:
+            return self._failed(row, error, "time")
+        if not verdict:
+            reason = f"after {len(samples.times_us)} timed calls, {verdict.reason}"
+            return replace(row, status=verdict.status, reason=reason, errors=verdict.errors)
+        return replace(row, times_us=samples.times_us)
+
+
+JudgedInputs = tuple[dict[int, Case], list[Case]]

@@ -27,8 +27,8 @@ from autosel.search import propose
 from autosel.sources import WeightSource
 from autosel.store import Store
 from autosel.timing import Timer, timer_for
-from autosel.trial import Bench
 from autosel.tune_types import Observer, SweepResult, SweepSettings
+from autosel.worker_bench import bench_for
 
 #: Parameter settings of one backend that are timed in full. A larger space is searched first.
 FINALISTS = 8
@@ -50,6 +50,8 @@ def sweep(
 
     ``device`` defaults to the best one here; ``store``, when given, is read to resume and gets
     every measurement and decision. A KeyboardInterrupt passes through and leaves what is stored.
+    Candidates run in a worker process unless ``settings.isolate`` is off or a ``timer`` is given,
+    whose clock cannot be sent.
     Raises AutoselError for an unknown backend or routing kind, or weights that cannot be read.
     """
     settings = settings or SweepSettings()
@@ -76,8 +78,13 @@ class _Sweep:
         self.backends = _chosen(settings.backends)
         # A clock of the caller's own says nothing about this machine's rates.
         self.rates = measure_ceilings if timer is None else None
-        self.timer = timer or timer_for(device, settings.timing)
-        self.bench = Bench(source, settings, device, self.tokens, self.timer, observer)
+        # Only an isolated sweep's worker samples; here the timer just says how it will.
+        isolate = settings.isolate and timer is None
+        own = replace(settings.timing, flush_bytes=0) if isolate else settings.timing
+        self.timer = timer or timer_for(device, own)
+        self.bench = bench_for(
+            source, settings, device, self.tokens, self.timer, observer, isolate=isolate
+        )
         self.sweep_id: int | None = None
         self.defaults: set[Candidate] = set()
         self.best: dict[str, list[Params]] = {}  # of each searched backend

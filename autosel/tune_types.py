@@ -10,6 +10,7 @@ from autosel.decide import NothingUsable
 from autosel.errors import AutoselError, field_error
 from autosel.roofline import Ceilings
 from autosel.timing import TimingSettings
+from autosel.worker_limits import StepLimits
 
 #: Powers of four on a CPU, where a call is long; of two on a GPU, up to a prefill chunk.
 CPU_TOKEN_COUNTS = (1, 4, 16, 64, 256, 1024)
@@ -29,6 +30,10 @@ class SweepSettings:
     budget        parameter settings tried for each backend and token count
     seed          of activations, routing and search
     resume        skip what the store already has for this device, software and way of timing
+    retry_failed  try again what is in quarantine (:mod:`autosel.quarantine`)
+    isolate       run candidates in a worker process, where they can harm nothing; without it one
+                  that crashes or hangs ends the sweep
+    limits        on each step of a candidate in a worker process
     """
 
     token_counts: tuple[int, ...] = ()
@@ -39,6 +44,9 @@ class SweepSettings:
     budget: int = 32
     seed: int = 0
     resume: bool = True
+    retry_failed: bool = False
+    isolate: bool = True
+    limits: StepLimits = field(default_factory=StepLimits)
 
     def __post_init__(self) -> None:
         for count in self.token_counts:

@@ -1,0 +1,89 @@
+"""A few bytes of memory that a worker and its parent share: who is being called right now.
+
+While candidates are timed nothing may be sent: a message would wake the parent and take a
+processor away from the measurement. A number in shared memory costs nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+from collections.abc import Callable, Mapping
+
+from autosel.core import Scalar
+from autosel.timing import Call, Prepared, Sample, Timer, TimingSettings
+
+_LAYOUT = struct.Struct("qq")  # times it changed, number of the candidate
+NOBODY = -1
+
+
+class Beat:
+    """The shared numbers; made by the parent, opened by the worker through ``fileno``."""
+
+    def __init__(self, fileno: int | None = None) -> None:
+        if fileno is None:
+            with tempfile.TemporaryFile() as file:
+                file.truncate(mmap.PAGESIZE)
+                self.fileno = os.dup(file.fileno())
+        else:
+            self.fileno = fileno
+        self._memory = mmap.mmap(self.fileno, mmap.PAGESIZE)
+
+    def write(self, candidate: int) -> None:
+        count, _ = _LAYOUT.unpack_from(self._memory)
+        _LAYOUT.pack_into(self._memory, 0, count + 1, candidate)
+
+    def read(self) -> tuple[int, int]:
+        """(changes so far, number of the candidate)."""
+        count, candidate = _LAYOUT.unpack_from(self._memory)
+        return count, candidate
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self.fileno)
+
+
+class WatchedTimer:
+    """A :class:`~autosel.timing.Timer` that says whose call comes next, outside what is timed."""
+
+    def __init__(self, timer: Timer, before: Callable[[Call], None]) -> None:
+        self._timer = timer
+        self._before = before
+        self._made_of: dict[Call, Call] = {}  # prepared call -> the candidate's own
+
+    @property
+    def quantile(self) -> float:
+        return self._timer.quantile
+
+    @property
+    def block(self) -> int:
+        return self._timer.block
+
+    @property
+    def facts(self) -> Mapping[str, Scalar]:
+        return self._timer.facts
+
+    def now(self) -> float:
+        return self._timer.now()
+
+    def run(self, call: Call) -> None:
+        self._tell(call)
+        self._timer.run(call)
+
+    def prepare(self, call: Call, settings: TimingSettings) -> Prepared:
+        self._tell(call)
+        prepared = self._timer.prepare(call, settings)
+        self._made_of[prepared.call] = self._made_of.get(call, call)
+        return prepared
+
+    def sample(self, call: Call, repeats: int) -> Sample:
+        self._tell(call)
+        return self._timer.sample(call, repeats)
+
+    def load(self) -> Mapping[str, float]:
+        return self._timer.load()
+
+    def _tell(self, call: Call) -> None:
+        self._before(self._made_of.get(call, call))

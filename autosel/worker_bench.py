@@ -1,0 +1,255 @@
+"""A :class:`~autosel.trial.Bench` whose candidates run in a worker process.
+
+The parent holds no weights and calls no candidate. When a worker goes, the candidate in flight gets
+its status and reason, the next worker takes over where the last one was, and nobody else's result
+is lost: what was being timed together is timed again without the culprit.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from autosel import registry
+from autosel.core import Candidate, Device, Measurement, Params, Status
+from autosel.errors import AutoselError
+from autosel.interfaces import Backend
+from autosel.process_state import ProcessState
+from autosel.sources import WeightSource
+from autosel.timing import Timer, TimingSettings
+from autosel.trial import Bench, blank_row
+from autosel.tune_types import Observer, SweepSettings
+from autosel.worker import Worker, WorkerDiedError
+from autosel.worker_beat import NOBODY
+from autosel.worker_limits import StepLimits
+from autosel.worker_wire import (
+    Attempt,
+    Done,
+    Job,
+    Load,
+    Message,
+    Setup,
+    Step,
+    Time,
+    Timed,
+    pack_backend,
+)
+
+
+def bench_for(
+    source: WeightSource,
+    settings: SweepSettings,
+    device: Device,
+    tokens: Sequence[int],
+    timer: Timer,
+    observer: Observer,
+    *,
+    isolate: bool,
+) -> Bench | WorkerBench:
+    """Where candidates run: in a worker process, or in this one where that is asked for.
+
+    A system without sessions (Windows) has no workers; one warning says so.
+    """
+    if isolate and os.name == "posix":
+        return WorkerBench(source, settings, device, tokens, observer)
+    if isolate:
+        warnings.warn(
+            "no worker processes on this system: a candidate that crashes ends the sweep",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return Bench(source, settings, device, tokens, timer, observer)
+
+
+class WorkerBench:
+    """The same methods as :class:`~autosel.trial.Bench`; see there."""
+
+    def __init__(
+        self,
+        source: WeightSource,
+        settings: SweepSettings,
+        device: Device,
+        tokens: Sequence[int],
+        observer: Observer,
+    ) -> None:
+        self._source = source
+        self._problem = source.problem
+        self._settings = settings
+        self._device = device
+        self._tokens = tuple(tokens)
+        self._observer = observer
+        self._worker: Worker | None = None
+        self._spare: Worker | None = None
+        self._loaded = False
+        self._deaths = 0
+        self._cases = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
+        self._cases_saved = False
+        self._unsendable: dict[str, str] = {}
+        #: The step that ran last.
+        self.step = ""
+
+    def candidate(self, backend: Backend, params: Params) -> Candidate:
+        """The candidate with the layout it reads; raises what the backend raises."""
+        return Candidate.of(backend.name, params, backend.layout(self._problem, params).key)
+
+    def row(self, candidate: Candidate, num_tokens: int, status: Status, why: str) -> Measurement:
+        """A measurement without figures."""
+        return blank_row(
+            self._problem, self._settings, self._device, candidate, num_tokens, status, why
+        )
+
+    def load(self) -> None:
+        """Have a worker with weights ready; what cannot be read is the caller's error."""
+        if not self._loaded:
+            self._open()
+            self._ask(Load(), "load")
+            self._loaded = self._cases_saved = True
+
+    def attempt(self, candidate: Candidate, num_tokens: int) -> Measurement:
+        """Pack, call once and verify; "ok" means ready for :meth:`time`, without times yet."""
+        self.load()
+        if candidate.backend in self._unsendable:
+            return self.row(
+                candidate, num_tokens, "unsupported", self._unsendable[candidate.backend]
+            )
+        job = Attempt(candidate.backend, candidate.params_dict, num_tokens)
+        try:
+            done = self._ask(job, "pack")
+        except WorkerDiedError as death:
+            self._bury()
+            return self.row(candidate, num_tokens, death.status, self._reason(candidate, death))
+        self._after(done)
+        row: Measurement = done.value
+        return row
+
+    def time(
+        self, ready: Sequence[Measurement], settings: TimingSettings, num_tokens: int
+    ) -> list[Measurement]:
+        """Time verified candidates against each other; who takes the worker down is left out."""
+        rows = {row.candidate: row for row in ready}
+        left = list(rows.values())
+        while left:
+            try:
+                rows |= {row.candidate: row for row in self._time(left, settings, num_tokens)}
+                break
+            except WorkerDiedError as death:
+                self._bury()
+                if death.candidate in (None, NOBODY) and len(left) > 1:
+                    # Nobody was being called: apart, the half with the culprit shows.
+                    half = len(left) // 2
+                    for part in (left[:half], left[half:]):
+                        found = self.time(part, settings, num_tokens)
+                        rows |= {row.candidate: row for row in found}
+                    break
+                number = max(death.candidate or 0, 0)
+                culprit = left.pop(number)
+                reason = self._reason(culprit.candidate, death)
+                rows[culprit.candidate] = replace(culprit, status=death.status, reason=reason)
+        return list(rows.values())
+
+    def _time(
+        self, rows: list[Measurement], settings: TimingSettings, num_tokens: int
+    ) -> list[Measurement]:
+        self.load()
+        if self._spare is not None:
+            self._spare.wait_ready()  # its imports would disturb
+        done = self._ask(Time(tuple(rows), settings, num_tokens), "time")
+        self._after(done)
+        return list(done.value)
+
+    def close(self) -> None:
+        """End the workers; the memory that they held is free again."""
+        workers, self._worker, self._spare = (self._worker, self._spare), None, None
+        self._loaded = False
+        try:
+            for worker in workers:
+                if worker is not None:
+                    worker.end()
+        finally:
+            self._cases.close()
+
+    # inside ------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        if self._worker is not None:
+            return
+        self._worker = self._spare or Worker(self._limits, self._cases)
+        # A sweep in which one candidate took its worker down often has more of them.
+        self._spare = Worker(self._limits, self._cases) if self._deaths else None
+        on_cpu = self._device.torch_device == "cpu"
+        setup = Setup(
+            source=self._source,
+            settings=self._settings,
+            device=self._device,
+            device_index=None if on_cpu else torch.accelerator.current_device_index(),
+            tokens=self._tokens,
+            state=ProcessState.now(to_send=True),
+            backends=self._registered(),
+            cases_saved=self._cases_saved,
+        )
+        refused: dict[str, str] = self._ask(setup, "start").value
+        self._unsendable |= refused
+
+    @property
+    def _limits(self) -> StepLimits:
+        return self._settings.limits
+
+    def _registered(self) -> dict[str, bytes]:
+        """The backends that only this process knows; what cannot be sent is refused with why."""
+        packed = {}
+        for backend in registry.registered():
+            if self._settings.backends and backend.name not in self._settings.backends:
+                continue
+            try:
+                packed[backend.name] = pack_backend(backend)
+            except AutoselError as error:
+                self._unsendable[backend.name] = str(error)
+        return packed
+
+    def _ask(self, job: Job, step: str) -> Done:
+        assert self._worker is not None
+        self.step = step
+        try:
+            done = self._worker.do(job, self._hear, step)
+        except WorkerDiedError as death:
+            if isinstance(job, Setup | Load):
+                # No candidate has run: this is the machine, or the weights do not fit.
+                raise AutoselError(f"worker process: {death.step}: {death.reason}") from None
+            self.step = death.step
+            raise
+        self.step = done.step or step
+        return done
+
+    def _hear(self, message: Message) -> None:
+        if isinstance(message, Step):
+            self.step = message.what
+            self._observer.step(message.what, message.num_tokens, message.candidate)
+        elif isinstance(message, Timed):
+            self._observer.timed(message.num_tokens, message.done, message.total)
+
+    def _after(self, done: Done) -> None:
+        """What follows a job: nothing of it may go on, and a spoiled process ends."""
+        assert self._worker is not None
+        if done.spoiled:
+            self._bury()
+        else:
+            self._worker.end_leftovers()
+
+    def _bury(self) -> None:
+        """End the worker, start the next one, and see that the device is still there."""
+        self._deaths += 1
+        worker, self._worker, self._loaded = self._worker, None, False
+        if worker is not None:
+            worker.end()
+        if self._spare is None:
+            self._spare = Worker(self._limits, self._cases)
+        if self._device.torch_device != "cpu":
+            self._open()  # raises where the driver is gone, which is not the candidate's doing
+
+    def _reason(self, candidate: Candidate, death: WorkerDiedError) -> str:
+        return f"{candidate.backend} {death.step}: {death.reason}"
