@@ -123,25 +123,36 @@ def plot(
     target: Target,
     path: str | Path,
     *,
+    kind: str = "latency",
     routing: str = "uniform",
     layer: int | None = None,
     device: Device | None = None,
     db: Database = None,
+    baseline: str | None = None,
+    tokens: int | None = None,
     **options: Any,
 ) -> Path:
-    """Draw latency against tokens for each backend, as PNG or SVG by suffix; returns the file.
+    """Draw what is stored about one layer as PNG or SVG by suffix, or its table as CSV.
 
-    From the database alone; needs no display. Raises AutoselError when nothing is stored.
+    kind      of figure (:func:`autosel.plots.names`): latency against tokens by default
+    baseline  for ``speedup``: backend to compare with; vLLM's choice when left out
+    tokens    for ``bytes`` and ``noise``: a measured token count; the one nearest to 16
+
+    From the database alone; needs no display. Returns the file. Raises AutoselError when nothing
+    is stored.
     """
-    from autosel import figures, plot_style  # matplotlib and pandas only when asked for
+    from autosel import evidence, figures, plot_style, plots  # matplotlib and pandas when asked for
 
     target_path = plot_style.check_path(path)
     weights = source(target, layer=layer, **options)
     with _store(db) as store:
-        figure = figures.latency(
-            store, weights.problem, device or detect(), routing=routing, title=weights.label
+        one = evidence.gather(
+            store, weights.problem, device or detect(), routing=routing, label=weights.label
         )
-    return plot_style.save(figure, target_path)
+        if not one.correct:
+            raise figures.nothing_here(store, one)
+    chosen = plots.Options(baseline=baseline, num_tokens=tokens)
+    return figures.write(kind, [one], target_path, chosen)
 
 
 @contextmanager

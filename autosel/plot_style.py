@@ -23,7 +23,8 @@ from autosel.errors import AutoselError, MissingPackageError, field_error
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FORMATS = (".png", ".svg")
+#: The third is a figure's table.
+FORMATS = (".png", ".svg", ".csv")
 
 GREY = "#555555"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F6000")
@@ -37,6 +38,7 @@ _LINES: tuple[Any, ...] = (
     (0, (8, 2)),
     (0, (2, 2)),
 )
+_HATCHES = ("", "///", "...", "\\\\\\", "xx", "---", "oo", "|||", "++", "//", "**")
 _RC = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -54,16 +56,24 @@ _RC = {
     "svg.fonttype": "none",
     "text.parse_math": False,
     "savefig.dpi": 150,
+    "hatch.linewidth": 0.5,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """One series' colour, marker and line style."""
+    """One series' colour, marker, line style and hatch; ``pale`` is the colour for areas."""
 
     colour: str
     marker: str
     line: Any
+    hatch: str = ""
+
+    @property
+    def pale(self) -> str:
+        """The colour with three parts of white."""
+        parts = (int(self.colour[i : i + 2], 16) for i in (1, 3, 5))
+        return "#" + "".join(f"{(part + 3 * 255) // 4:02x}" for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +89,10 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
     """A style for each name, the same for the same set of names whatever their order."""
     return {
         name: Style(
-            _COLOURS[i % len(_COLOURS)], _MARKERS[i % len(_MARKERS)], _LINES[i % len(_LINES)]
+            _COLOURS[i % len(_COLOURS)],
+            _MARKERS[i % len(_MARKERS)],
+            _LINES[i % len(_LINES)],
+            _HATCHES[i % len(_HATCHES)],
         )
         for i, name in enumerate(sorted(set(names)))
     }
@@ -90,7 +103,7 @@ def check_path(path: str | Path) -> Path:
     target = Path(path)
     if target.suffix.lower() not in FORMATS:
         raise AutoselError(
-            field_error(str(target), "suffix", repr(target.suffix), " or ".join(FORMATS))
+            field_error(str(target), "suffix", repr(target.suffix), ", ".join(FORMATS))
         )
     if not target.absolute().parent.is_dir():
         raise AutoselError(

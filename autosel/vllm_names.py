@@ -109,6 +109,12 @@ def select_wna16_moe_backend(
     raise NothingUsableError("no backend supports this layer here: " + " | ".join(reasons))
 
 
+def priority(device: Device) -> tuple[str, ...]:
+    """Registry names in vLLM's order of preference on ``device``, without all-to-all batches."""
+    order = (member for member in _order(device) if member is not WNA16MoEBackend.BATCHED_MARLIN)
+    return tuple(member.value.lower() for member in order)
+
+
 def _order(device: Device) -> tuple[WNA16MoEBackend, ...]:
     order = PRIORITY.get(device.kind, PRIORITY[""])
     if device.capability != (9, 0):

@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from autosel import plots
 from autosel.core import (
     Candidate,
     Decision,
@@ -21,9 +20,10 @@ from autosel.core import (
 )
 from autosel.errors import AutoselError
 from autosel.plot_style import Caption, save, styles, wrap
+from autosel.plots import latency as plots
 from autosel.roofline import Ceilings
 
-ROOT = str(Path(plots.__file__).parents[1])
+ROOT = str(Path(plots.__file__).parents[2])
 INT4 = QuantScheme(4, 128, True)
 PROBLEM = Problem(8, 8, 2, 256, 128, INT4, INT4)
 CPU = Device("cpu", "Test CPU", threads=2, versions=(("torch", "2.13.0"),))
@@ -252,7 +252,7 @@ def test_a_place_that_cannot_be_written_is_refused(tables, tmp_path, name, words
 
 DRAW = """
 import sys
-from autosel import plots
+from autosel.plots import latency as plots
 from autosel.core import *
 from autosel.plot_style import save
 q = QuantScheme(4, 128, True)

@@ -320,7 +320,7 @@ def test_list_of_an_empty_database(autosel, db):
 
 
 def test_the_roofline_counts_the_experts_that_the_sweeps_routing_hit():
-    from autosel.figures import experts_hit
+    from autosel.evidence import experts_hit
 
     hit, slots = experts_hit(PROBLEM, "one_hot:3", 16, 0)
     assert (hit, slots) == (1, 16)

@@ -2,32 +2,65 @@
 
 from __future__ import annotations
 
+import pkgutil
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from autosel.cli.group import Command
 from autosel.cli.options import (
+    TOKENS,
     LayerOptions,
     cache_option,
     db_option,
     device_option,
     layer_options,
     routing_option,
-    target_argument,
 )
 from autosel.cli.report import Report, note
 
+if TYPE_CHECKING:
+    from autosel.core import Device
+    from autosel.evidence import Evidence
+    from autosel.store import Store
+
+
+def _kinds() -> list[str]:
+    """The files of :mod:`autosel.plots`, without importing it: pandas takes a second."""
+    found = find_spec("autosel.plots")
+    places = found.submodule_search_locations if found else None
+    return sorted(m.name for m in pkgutil.iter_modules(places) if not m.name.startswith("_"))
+
 
 @click.command(cls=Command)
-@target_argument
+@click.argument("targets", metavar="[CHECKPOINT|PRESET]...", nargs=-1)
 @click.option(
     "-o", "--output", required=True, type=click.Path(dir_okay=False),
-    help="File to write: .png or .svg.",
+    help="File to write: .png, .svg, or .csv for the table that the figure draws.",
+)  # fmt: skip
+@click.option(
+    "--kind", type=click.Choice(_kinds()), default="latency", show_default=True,
+    help="latency: time against tokens. speedup: over a baseline, layers by tokens. roofline: "
+    "share of it. crossover: what is chosen where. bytes: packed bytes against time. noise: "
+    "samples and ties. cost: where the sweeps' time went.",
+)  # fmt: skip
+@click.option(
+    "--baseline", metavar="BACKEND",
+    help="For speedup: the backend to compare with (default: the one vLLM's fixed order takes).",
+)  # fmt: skip
+@click.option(
+    "--tokens", type=TOKENS, metavar="M",
+    help="For bytes and noise: a measured token count (default: the one nearest to 16).",
 )  # fmt: skip
 @click.option(
     "--size", type=(click.FloatRange(3, 40), click.FloatRange(2.5, 40)), default=(9.0, 5.6),
     metavar="W H", show_default=True, help="Width and height in inches.",
+)  # fmt: skip
+@click.option(
+    "--stored-device", metavar="NAME",
+    help="A device of the database by part of its name, instead of the one here.",
 )  # fmt: skip
 @layer_options
 @routing_option
@@ -35,41 +68,84 @@ from autosel.cli.report import Report, note
 @cache_option
 @db_option
 def command(
-    target: str,
+    targets: tuple[str, ...],
     output: str,
+    kind: str,
+    baseline: str | None,
+    tokens: int | None,
     size: tuple[float, float],
+    stored_device: str | None,
     layer_options: LayerOptions,
     routing: str,
     device: str | None,
     cache: str,
     db: str | None,
 ) -> Report:
-    """Draw latency against tokens for each backend, from the database; needs no display.
+    """Draw what the database holds; needs no device and no display.
 
-    A checkpoint with several kinds of layers needs --layer, since a figure shows one.
+    The kinds speedup, crossover and cost show every layer named, or without a name every layer that
+    was measured on the device; the others show one layer, the only one or the first.
     """
-    from autosel import figures
+    from autosel import figures, plots
     from autosel.cli.database import reading
-    from autosel.cli.target import check_routing, resolve
     from autosel.device import detect
-    from autosel.plot_style import check_path, save
+    from autosel.evidence import devices_named
+    from autosel.plot_style import check_path
 
     path = check_path(output)
-    found = resolve(target, layer_options)
-    check_routing(routing, found)
-    layer = found.layers[0]
-    if len(found.layers) > 1:
-        others = ", ".join(other.label for other in found.layers[1:])
-        note(f"drawn is {layer.label}; its other layers differ (--layer picks one): {others}")
-    name = Path(found.name).resolve().name if found.kind == "checkpoint" else found.name
-    title = f"{name}, {layer.label}" if found.kind == "checkpoint" else name
+    several = plots.kind(kind).several
     with reading(db) as store:
-        figure = figures.latency(
-            store, layer.problem, detect(device),
-            routing=routing, title=title, timing={"cache": cache}, size=size,
-        )  # fmt: skip
-    save(figure, path)
-    return Report(
-        {"file": str(path), "layer": layer.label, "problem": layer.problem.to_dict()},
-        [f"wrote {path}"],
-    )
+        devices = devices_named(store, stored_device) if stored_device else [detect(device)]
+        found = _gather(
+            store, targets, layer_options, devices, routing, {"cache": cache}, several=several
+        )
+        if not several and len(found) > 1:
+            others = ", ".join(one.label for one in found[1:])
+            note(f"drawn is {found[0].label}; others (--layer or a name picks one): {others}")
+        if not any(one.correct for one in found):
+            raise figures.nothing_here(store, found[0])
+    shown = found if several else found[:1]
+    options = plots.Options(baseline=baseline, num_tokens=tokens, size=size)
+    figures.write(kind, shown, path, options)
+    data = {
+        "file": str(path),
+        "kind": kind,
+        "layers": [{"layer": one.label, "problem": one.problem.to_dict()} for one in shown],
+    }
+    return Report(data, [f"wrote {path}"])
+
+
+def _gather(
+    store: Store,
+    targets: tuple[str, ...],
+    layer_options: LayerOptions,
+    devices: list[Device],
+    routing: str,
+    timing: dict[str, object],
+    *,
+    several: bool,
+) -> list[Evidence]:
+    """What is stored about the layers that were named, or about all; AutoselError for nothing."""
+    from autosel.cli.target import check_routing, resolve
+    from autosel.evidence import gather, gather_all, nothing_on
+
+    if not targets:
+        found = gather_all(store, devices, routing=routing, timing=timing)
+        if not found:
+            raise nothing_on(store, devices)
+        return found
+    asked = []
+    for text in targets:
+        target = resolve(text, layer_options)
+        check_routing(routing, target)
+        name = Path(target.name).resolve().name if target.kind == "checkpoint" else ""
+        for layer in target.layers:
+            label = f"{name}, {layer.label}" if name else layer.label
+            asked.append((label, layer.problem))
+    every = [
+        gather(store, problem, device, routing=routing, timing=timing, label=label)
+        for label, problem in asked
+        for device in devices
+    ]
+    # Layers that were not measured say nothing; when none was, the first tells why.
+    return [one for one in every if one.measurements] or every[:1]

@@ -1,12 +1,8 @@
-"""Figures: for each one a ``*_data`` function giving a table, and a ``plot_*`` that only draws it.
-
-Times are microseconds a call. The drawing needs matplotlib and never a display
-(:mod:`autosel.plot_style`).
-"""
+"""Latency against tokens, a line a backend, with the chosen ones in a strip below."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,10 +10,25 @@ import pandas as pd
 
 from autosel import samples
 from autosel.core import Decision, Measurement, Problem
-from autosel.errors import AutoselError, field_error
+from autosel.evidence import Evidence, experts_hit
 from autosel.plot_style import Caption, Frame, Style, drawing, new_frame, styles
+from autosel.plots._common import (
+    WIDE,
+    Kind,
+    Legend,
+    Options,
+    caption,
+    legend_room,
+    need,
+    series_name,
+    short_time,
+    time_axis,
+    token_axis,
+    width_inches,
+)
 from autosel.roofline import Ceilings, roofline
-from autosel.words import settled_text
+from autosel.stats import ranking_quantile
+from autosel.words import problem_text, settled_text
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,11 +54,6 @@ CHOSEN, BOUND = "chosen", "roofline"
 
 #: (local experts hit, slots served here) at a token count.
 Hits = Callable[[int], tuple[float, float]]
-
-
-def series_name(backend: str, accuracy: str) -> str:
-    """What the legend calls a backend; 8-bit activations are always marked."""
-    return backend if accuracy == "exact" else f"{backend} ({accuracy})"
 
 
 def latency_data(measurements: Iterable[Measurement]) -> pd.DataFrame:
@@ -122,8 +128,8 @@ def plot_latency(
     latency: pd.DataFrame,
     winners: pd.DataFrame,
     bound: pd.DataFrame | None = None,
-    caption: Caption | None = None,
-    size: tuple[float, float] = (9.0, 5.6),
+    words: Caption | None = None,
+    size: tuple[float, float] = WIDE,
 ) -> Figure:
     """Latency against tokens, both logarithmic, one line a backend; below it, who wins where.
 
@@ -131,14 +137,11 @@ def plot_latency(
     quantile on CPUs), its bars span that and the middle half of the samples, a dash is the median.
     ``bound`` is :func:`roofline_data`'s table or None. ``size`` is in inches.
     """
-    if latency.empty:
-        raise AutoselError(
-            field_error("plot", "correct timed candidates", "none", "at least one to draw")
-        )
+    need(latency, "correct timed candidates")
     names = [*latency["series"], *winners["series"]]
     style = styles(names)
     with drawing():
-        frame = new_frame(size, caption or Caption("Latency of one MoE layer"))
+        frame = new_frame(size, words or Caption("Latency of one MoE layer"))
         top, strip, legend = _axes(frame, {*names, CHOSEN, BOUND})
         _draw_lines(top, latency, style)
         if bound is not None and not bound.empty:
@@ -153,35 +156,15 @@ def plot_latency(
     return frame.figure
 
 
-def _axes(frame: Frame, entries: set[str]) -> tuple[Axes, Axes, Callable[..., Any]]:
-    """The main axes, the strip below it, and a function that places the legend.
-
-    The legend stands at the right of a wide figure and above the axes of a narrow one.
-    """
-    width, height = frame.figure.get_size_inches()
-    beside = frame.inches[0] >= 7
-    entry = 0.62 + 0.07 * max(map(len, entries))  # line sample and name, in inches
-    columns = 1 if beside else max(1, int(frame.inches[0] // entry))
-    rows = 0 if beside else -(-len(entries) // columns)
+def _axes(frame: Frame, entries: set[str]) -> tuple[Axes, Axes, Legend]:
+    """The main axes, the strip below it, and what draws the legend."""
+    width, height = map(float, frame.figure.get_size_inches())
+    right, ceiling, legend = legend_room(frame, entries)
     left, bottom = frame.left + 0.72 / width, frame.bottom + 0.42 / height
-    right = frame.right - (entry / width if beside else 0.05 / width)
-    ceiling = frame.top - (rows * 0.185 + 0.08 * bool(rows)) / height
     strip_top = bottom + 0.42 / height
     strip = frame.figure.add_axes((left, bottom, right - left, 0.42 / height))
     floor = strip_top + 0.1 / height
     top = frame.figure.add_axes((left, floor, right - left, ceiling - floor), sharex=strip)
-
-    def legend(handles: Any, labels: Any) -> None:
-        where = (
-            {"loc": "upper left", "bbox_to_anchor": (right, ceiling)}
-            if beside
-            else {"loc": "upper left", "bbox_to_anchor": (frame.left, frame.top)}
-        )
-        frame.figure.legend(
-            handles, labels, ncols=columns, borderaxespad=0, borderpad=0.1, handlelength=3,
-            labelspacing=0.35, columnspacing=1.0, **where,
-        )  # fmt: skip
-
     return top, strip, legend
 
 
@@ -226,7 +209,7 @@ def _draw_winning_points(axes: Axes, latency: pd.DataFrame, winners: pd.DataFram
 def _draw_strip(axes: Axes, winners: pd.DataFrame, style: dict[str, Style]) -> None:
     """A cell for each bucket: the winner's colour and marker, its name once, and by how much."""
     left, right = axes.get_xlim()
-    inches = _width_inches(axes)
+    inches = width_inches(axes)
     axes.set_ylim(0, 1)
     axes.set_yticks([0.25, 0.73], ["ahead by", "chosen"], fontsize=8)
     axes.tick_params(axis="y", length=0)
@@ -265,49 +248,71 @@ def _draw_strip(axes: Axes, winners: pd.DataFrame, style: dict[str, Style]) -> N
 
 def _scale_axes(top: Axes, strip: Axes, latency: pd.DataFrame) -> None:
     counts = sorted(set(map(int, latency["num_tokens"])))
-    top.set_xscale("log")
     top.set_yscale("log")
-    strip.set_xlim(0.75 * counts[0], 1.35 * counts[-1])
     top.tick_params(axis="x", which="both", labelbottom=False, length=0)
-    inches = _width_inches(strip)
-    strip.set_xticks(counts, _labels_that_fit(counts, inches), fontsize=8)
-    strip.set_xticks([], minor=True)
-    strip.set_xlabel("Tokens in the call (log)", labelpad=2)
-    _time_axis(top)
+    token_axis(strip, counts)
+    time_axis(top)
 
 
-def _width_inches(axes: Axes) -> float:
-    figure: Any = axes.figure
-    return float(axes.get_position().width * figure.get_size_inches()[0])
+def _table(found: Sequence[Evidence], options: Options) -> pd.DataFrame:
+    return latency_data(m for one in found[:1] for m in one.measurements)
 
 
-def _labels_that_fit(counts: list[int], inches: float) -> list[str]:
-    """Tick labels, empty where one would run into the label before it."""
-    scale = inches / np.log(1.35 * counts[-1] / (0.75 * counts[0]))
-    labels, edge = [], -np.inf
-    for count in counts:
-        at, half = scale * np.log(count), 0.035 * len(str(count)) + 0.03
-        fits = at - half > edge
-        labels.append(str(count) if fits else "")
-        edge = at + half if fits else edge
-    return labels
+def _figure(found: Sequence[Evidence], options: Options) -> Figure:
+    one = found[0]
+    latency = _table(found, options)
+    need(latency, "correct timed candidates")
+    bound = None
+    if one.ceilings is not None:
+        counts = sorted({int(count) for count in latency["num_tokens"]})
+        bound = roofline_data(
+            one.problem, counts, one.ceilings,
+            lambda tokens: experts_hit(one.problem, one.routing, tokens, one.seed),
+        )  # fmt: skip
+    words = caption(
+        found[:1],
+        options,
+        one.label,
+        f"{problem_text(one.problem)}; {one.routing} routing",
+        _footer(one, latency),
+    )
+    return plot_latency(latency, winner_data(one.decisions), bound, words, options.size)
 
 
-def _time_axis(axes: Axes) -> None:
-    """Ticks such as ``200 µs`` and ``1 ms``, at 1 or at 1, 2 and 5 of each decade."""
-    low, high = axes.get_ylim()
-    steps = (1,) if high / low > 300 else (1, 2, 5)
-    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    ticks = [step * 10.0**decade for decade in decades for step in steps]
-    ticks = [tick for tick in ticks if low <= tick <= high]
-    axes.set_yticks(ticks, [_time_label(tick) for tick in ticks], fontsize=8)
-    axes.set_yticks([], minor=True)
-    axes.set_ylim(low, high)
-    axes.set_ylabel("Time of one call (log)")
+def _footer(one: Evidence, table: pd.DataFrame) -> list[str]:
+    least, most = int(table["samples"].min()), int(table["samples"].max())
+    count = f"{least}" if least == most else f"{least} to {most}"
+    cache = dict(one.timing).get("cache", "cold")
+    quantile = ranking_quantile(one.device.kind)
+    if quantile == 0.5:
+        shown = f"Lines: median of {count} samples, {cache} caches; bars: the middle half of them."
+    else:
+        shown = (
+            f"Lines: {quantile:.0%} quantile, which is what decisions compare here, of {count} "
+            f"samples without preemption, {cache} caches; bars: to the 75% quantile; dash: median."
+        )
+    lines = [
+        f"{shown} Ahead by: how much longer the runner-up takes; "
+        "tie or ?: not settled by the samples."
+    ]
+    if any(m.accuracy == "a8" for m in one.correct):
+        lines.append("a8: quantises activations to 8 bits inside; chosen only where allowed.")
+    if one.ceilings is not None:
+        lines.append(
+            f"Roofline: bytes of the experts hit and of the activations at "
+            f"{one.ceilings.read_gbps:.3g} GB/s, or multiplications at "
+            f"{one.ceilings.matmul_tflops:.3g} TFLOP/s, as torch reads and multiplies here."
+        )
+    return lines
 
 
-def _time_label(microseconds: float) -> str:
-    for factor, unit in ((1e6, "s"), (1e3, "ms"), (1.0, "µs")):
-        if microseconds >= factor:
-            return f"{microseconds / factor:g} {unit}"
-    return f"{microseconds * 1e3:g} ns"
+def _describe(table: pd.DataFrame) -> str:
+    """The fastest backend and its time at each token count."""
+    fastest = table.loc[table.groupby("num_tokens")["rank_us"].idxmin()]
+    told: Any = fastest.to_dict("records")
+    parts = [f"{row['num_tokens']}: {row['series']} {short_time(row['rank_us'])}" for row in told]
+    series = ", ".join(sorted(set(table["series"])))
+    return f"Time of one call against tokens for {series}. Fastest by tokens: {'; '.join(parts)}."
+
+
+KIND = Kind("time of one call against tokens, and what is chosen where", _table, _figure, _describe)

@@ -1,0 +1,201 @@
+"""Who is chosen where, for many layers, and at how many tokens the choice changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from autosel.core import Decision
+from autosel.evidence import Evidence
+from autosel.plot_style import Caption, Style, drawing, new_frame, styles
+from autosel.plots._common import (
+    WIDE,
+    Kind,
+    Options,
+    caption,
+    figure_words,
+    need,
+    series_name,
+    shortened,
+    text_inches,
+    token_axis,
+    width_inches,
+)
+from autosel.plots.latency import latency_data
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+CROSSOVER_COLUMNS = (
+    "layer", "series", "low", "high", "first", "last", "counts", "settled", "crossing",
+)  # fmt: skip
+
+NOTHING = "nothing usable"
+
+
+def crossover_data(found: Sequence[Evidence]) -> pd.DataFrame:
+    """One row for each run of neighbouring token counts with the same chosen backend.
+
+    low, high    tokens the run is chosen for; ``high`` is missing for the open last one
+    first, last  measured token counts at its ends; ``counts`` are all of them
+    settled      whether every one of its decisions is (no tie, nothing too noisy)
+    crossing     tokens at which it overtakes the run before, by straight lines on log-log axes
+                 between the measured counts; missing for the first run, and where the two times
+                 do not cross between them (a tie that the canonical order decided)
+
+    Columns: :data:`CROSSOVER_COLUMNS`.
+    """
+    rows = [row for one in found for row in _runs(one)]
+    return pd.DataFrame(rows, columns=list(CROSSOVER_COLUMNS)).astype({"high": "Int64"})
+
+
+def _runs(one: Evidence) -> list[dict[str, Any]]:
+    times = latency_data(one.measurements).set_index(["series", "num_tokens"])["rank_us"]
+    known: dict[Any, float] = {key: float(us) for key, us in times.items()}
+    runs: list[dict[str, Any]] = []
+    for outcome in one.outcomes:
+        name, settled = NOTHING, True
+        if isinstance(outcome, Decision):
+            name, settled = series_name(outcome.winner.backend, outcome.accuracy), not outcome.tie
+        bucket = outcome.bucket
+        if runs and runs[-1]["series"] == name:
+            runs[-1] |= {"high": bucket.high, "last": bucket.measured}
+            runs[-1]["counts"] = (*runs[-1]["counts"], bucket.measured)
+            runs[-1]["settled"] = runs[-1]["settled"] and settled
+            continue
+        crossing = None
+        if runs:
+            before = runs[-1]
+            crossing = crossing_tokens(
+                known, str(before["series"]), name, int(before["last"]), bucket.measured
+            )
+        runs.append(
+            {
+                "layer": one.label, "series": name, "low": bucket.low, "high": bucket.high,
+                "first": bucket.measured, "last": bucket.measured,
+                "counts": (bucket.measured,), "settled": settled, "crossing": crossing,
+            }
+        )  # fmt: skip
+    return runs
+
+
+def crossing_tokens(
+    times: dict[Any, float], before: str, after: str, left: int, right: int
+) -> float | None:
+    """Tokens in ``[left, right]`` at which ``after`` becomes faster than ``before``.
+
+    ``times`` maps (series, tokens) to microseconds. None where a time is missing or the straight
+    lines through them on log-log axes do not cross.
+    """
+    keys = [(name, count) for name in (before, after) for count in (left, right)]
+    if not all(key in times for key in keys):
+        return None
+    b0, b1, a0, a1 = (math.log(times[key]) for key in keys)
+    gap_left, gap_right = a0 - b0, a1 - b1
+    if not gap_left >= 0 > gap_right:
+        return None
+    share = gap_left / (gap_left - gap_right)
+    return math.exp(math.log(left) + share * (math.log(right) - math.log(left)))
+
+
+def plot_crossover(
+    table: pd.DataFrame, words: Caption | None = None, size: tuple[float, float] = WIDE
+) -> Figure:
+    """A band a layer, cut where the choice changes; colour, hatch and name tell the backends apart.
+
+    ``table`` is :func:`crossover_data`'s; ``size`` in inches.
+    """
+    need(table, "decisions")
+    layers = list(dict.fromkeys(table["layer"]))
+    style = styles(table["series"])
+    counts = sorted({count for run in table["counts"] for count in run})
+    with drawing():
+        frame = new_frame(size, words or Caption("What is chosen where"))
+        width, height = size
+        names = min(max(text_inches(name, 8) for name in layers) + 0.1, width * 0.3)
+        left, bottom = frame.left + names / width, frame.bottom + 0.42 / height
+        tall = min(frame.top - bottom, 0.62 * len(layers) / height)
+        axes = frame.figure.add_axes((left, frame.top - tall, frame.right - left - 0.01, tall))
+        token_axis(axes, counts)
+        axes.set_ylim(len(layers) - 0.5, -0.5)
+        axes.grid(visible=False)
+        axes.tick_params(axis="y", length=0)
+        axes.set_yticks(
+            range(len(layers)), [shortened(name, names - 0.1, 8) for name in layers], fontsize=8
+        )
+        told: Any = table.to_dict("records")
+        for row in told:
+            _draw_run(axes, row, layers.index(row["layer"]), style[row["series"]])
+    return frame.figure
+
+
+def _draw_run(axes: Axes, row: Any, y: int, look: Style) -> None:
+    from matplotlib.patches import Rectangle
+
+    left, right = axes.get_xlim()
+    start = max(left, row["low"] if pd.isna(row["crossing"]) else row["crossing"])
+    end = right if pd.isna(row["high"]) else min(right, row["high"] + 1)
+    nothing = row["series"] == NOTHING
+    axes.add_patch(
+        Rectangle(
+            (start, y - 0.4), end - start, 0.8, facecolor="white" if nothing else look.pale,
+            edgecolor=look.colour, hatch="" if nothing else look.hatch, linewidth=0.0, zorder=2,
+        )
+    )  # fmt: skip
+    axes.plot([start, start], [y - 0.4, y + 0.4], color="black", linewidth=1.2, zorder=3)
+    room = width_inches(axes) * math.log(end / start) / math.log(right / left) - 0.1
+    if room < 0.12:
+        return
+    text = row["series"] + ("" if row["settled"] else " ?")
+    lines = [shortened(text, room, 8)] if room > 0.45 else []
+    if not pd.isna(row["crossing"]) and room > 0.5:
+        lines.append(f"from {row['crossing']:.3g}")
+    middle = math.sqrt(start * end)
+    if lines:
+        axes.text(
+            middle, y, "\n".join(lines), ha="center", va="center", fontsize=8, zorder=4,
+            linespacing=1.2, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+        )  # fmt: skip
+    else:
+        axes.plot([middle], [y], marker=look.marker, color="black", markersize=5, zorder=4)
+
+
+def _table(found: Sequence[Evidence], options: Options) -> pd.DataFrame:
+    return crossover_data(found)
+
+
+def _figure(found: Sequence[Evidence], options: Options) -> Figure:
+    table = _table(found, options)
+    need(table, "decisions")
+    footer = [
+        f"Chosen by the {figure_words(found[0])}. A border with a number is where the two lines "
+        "cross between measured token counts; others lie halfway. ?: a tie or too noisy somewhere "
+        "in the run."
+    ]
+    words = caption(found, options, "What is chosen where", f"{found[0].routing} routing", footer)
+    return plot_crossover(table, words, options.size)
+
+
+def _describe(table: pd.DataFrame) -> str:
+    parts = []
+    for layer, runs in table.groupby("layer", sort=False):
+        told: Any = runs.to_dict("records")
+        spans = [
+            f"{r['series']} from {r['low']}" + ("" if pd.isna(r["high"]) else f" to {r['high']}")
+            for r in told
+        ]
+        parts.append(f"{layer}: {', '.join(spans)} tokens")
+    return "What is chosen by tokens. " + "; ".join(parts) + "."
+
+
+KIND = Kind(
+    "layers by tokens: what is chosen where, and where the choice changes",
+    _table,
+    _figure,
+    _describe,
+    several=True,
+)
