@@ -7,6 +7,7 @@ import importlib
 import importlib.metadata
 import pkgutil
 import platform
+from types import ModuleType
 from typing import Any
 
 import click
@@ -40,17 +41,32 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """Loads a command's file only when the command is asked for."""
+    """The commands in a package, one file each, loaded only when they are asked for.
+
+    ``default`` is the command meant where the first word is no command's name.
+    """
+
+    def __init__(
+        self, *args: Any, package: ModuleType, default: str | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._package, self._default = package, default
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(module.name for module in pkgutil.iter_modules(commands.__path__))
+        return sorted(module.name for module in pkgutil.iter_modules(self._package.__path__))
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self.list_commands(ctx):
             return None
-        module = importlib.import_module(f"{commands.__name__}.{cmd_name}")
+        module = importlib.import_module(f"{self._package.__name__}.{cmd_name}")
         command: click.Command = module.command
         return command
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        known = (*self.list_commands(ctx), *self.get_help_option_names(ctx))
+        if self._default and args and args[0] not in known:
+            args.insert(0, self._default)
+        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -83,6 +99,7 @@ def _print_version(ctx: click.Context) -> None:
 
 @click.group(
     cls=Group,
+    package=commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     epilog="Exit status: 0 done, 1 refused (one line says why), 2 wrong usage, 130 interrupted.",
 )

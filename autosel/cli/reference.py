@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 
 import click
 
@@ -21,20 +22,27 @@ standard output holds strict JSON and nothing else; a refusal is
 
 def reference() -> str:
     """The page: every command with its arguments and options, from the commands themselves."""
-    parts = [_HEAD]
-    group = click.Context(cli, info_name="autosel")
-    for name in cli.list_commands(group):
-        command = cli.get_command(group, name)
+    return "\n".join([_HEAD, *_sections(cli, "autosel")])
+
+
+def _sections(group: click.Group, path: str) -> Iterator[str]:
+    """One section for each command, those of a group after the group's own."""
+    within = click.Context(group, info_name=path)
+    for name in group.list_commands(within):
+        command = group.get_command(within, name)
         assert command is not None
-        context = click.Context(command, info_name=f"autosel {name}")
-        parts.append(_section(command, context))
-    return "\n".join(parts)
+        yield _section(command, click.Context(command, info_name=f"{path} {name}"))
+        if isinstance(command, click.Group):
+            yield from _sections(command, f"{path} {name}")
 
 
 def _section(command: click.Command, context: click.Context) -> str:
     usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
     lines = [f"## {context.command_path}", "", inspect.cleandoc(command.help or ""), ""]
     lines += ["```text", usage, "```", ""]
+    if isinstance(command, click.Group):
+        names = command.list_commands(context)
+        return "\n".join([*lines, "Commands: " + ", ".join(f"`{name}`" for name in names), ""])
     rows = [
         param.get_help_record(context)
         for param in command.params
