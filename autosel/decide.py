@@ -1,14 +1,16 @@
 """Measurements in, decisions out: pure functions without torch, clock or database.
 
-**Who wins.** Among the candidates that are correct and allowed, the fastest by the ranking quantile
-(:mod:`autosel.stats`) of its undisturbed samples (:mod:`autosel.samples`). A rival counts as slower
-only when the interval of their ratio lies wholly above ``1 + epsilon``. Intervals are shown at
-``confidence`` but judged at ``1 - (1 - confidence) / RERUNS``: a 95 % interval would separate two
-equal candidates about once in twenty tunings, so some of twenty reruns, or of twenty ranks, would
-disagree. What is not separated from the fastest, and is within ``TIE_LIMIT`` of it, is a tie, and
-the canonical order decides. What looks slower than ``TIE_LIMIT`` is never preferred by that order,
-so it is judged at ``confidence``; while it is not separated at that, the decision is marked as a
-tie as well: another run might find it faster.
+**Who wins.** Candidates that were timed in one race are put through that race again
+(:mod:`autosel.racing`): whom it eliminates is slower. Of those that remain the fastest is the one
+with the lowest ranking quantile (:mod:`autosel.stats`) of its undisturbed samples
+(:mod:`autosel.samples`). Candidates of another race, or of unknown origin, cannot be paired with it
+round by round; such a rival counts as slower when a bootstrap interval of their ratio lies above
+``1 + epsilon / 2``, at the same strictness as a race's. What is not slower and near the fastest is a
+tie, and the canonical order decides. Near means within three epsilon, or within four standard
+errors where the samples tell less than that, but never more than ``TIE_LIMIT``: the less is known,
+the more it matters that reruns agree. What looks slower than that is never preferred by the order;
+while it is not shown to be slower (at ``confidence``), the decision is marked as a tie as well:
+another run might find it faster.
 
 **Canonical order** of tied candidates: exact weights and activations before 8-bit activations,
 fewer bytes of packed weights, backend name, a backend's default before its tuned settings, then
@@ -19,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from autosel import samples, stats
 from autosel.buckets import bucket_for, buckets, newest_cover
@@ -33,6 +35,9 @@ from autosel.core import (
     TokenBucket,
 )
 from autosel.errors import AutoselError, NothingUsableError, field_error
+from autosel.racing import CONFIDENCE, EPSILON, RERUNS, SEPARATES, Eliminated
+from autosel.racing_bounds import PairedRatio
+from autosel.racing_stored import rerun
 from autosel.records import timing_mode
 
 __all__ = [
@@ -47,7 +52,10 @@ __all__ = [
     "newest_cover",
 ]
 
-RERUNS = 20
+#: The order chooses nothing that looks slower than this, in epsilons and in standard errors ...
+NEAR_EPSILONS = 3
+NEAR_STDERRS = 4
+#: ... and never what looks slower than this.
 TIE_LIMIT = 0.15
 #: Share of preempted samples from which on the reason says that the machine was busy.
 BUSY = 0.2
@@ -87,20 +95,36 @@ def max_weight_bytes(limit: int) -> Requirement:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+Ratio = stats.LogRatio | PairedRatio
+
+
+@dataclass(slots=True, eq=False)
 class _Entry:
-    """A correct, timed candidate with its estimate."""
+    """A correct, timed candidate; ``out`` says who showed in their race that it is slower."""
 
     measurement: Measurement
-    estimate: stats.Estimate
+    us: float
+    out: Eliminated[Candidate] | None = None
+    _estimate: stats.Estimate | None = field(default=None, repr=False)
 
     @property
     def candidate(self) -> Candidate:
         return self.measurement.candidate
 
-    @property
-    def us(self) -> float:
-        return self.estimate.us
+    def over(self, other: _Entry) -> Ratio:
+        """How much slower this one is: round by round where they raced, else independently."""
+        ratio = samples.paired(self.measurement, other.measurement)
+        return ratio or self._estimated().over(other._estimated())
+
+    def _estimated(self) -> stats.Estimate:
+        if self._estimate is None:  # thousands of resamples; a race seldom asks for them
+            self._estimate = samples.estimate(self.measurement)
+        return self._estimate
+
+
+def _entry(m: Measurement) -> _Entry:
+    times_us = samples.ranking(m).times_us
+    return _Entry(m, stats.summarize(times_us, stats.ranking_quantile(m.device.kind)).estimate_us)
 
 
 def decide(
@@ -110,8 +134,8 @@ def decide(
     defaults: Collection[Candidate] = (),
     allow_a8: bool = False,
     require: Sequence[Requirement] = (),
-    epsilon: float = 0.01,
-    confidence: float = 0.95,
+    epsilon: float = EPSILON,
+    confidence: float = CONFIDENCE,
 ) -> Decision | NothingUsable:
     """Choose for one bucket from what was measured at one token count.
 
@@ -137,19 +161,20 @@ def decide(
         if reason is not None:
             rejected.append(Rejected(m.candidate, m.status, reason, m.accuracy))
             continue
-        entry = _Entry(m, samples.estimate(m))
+        entry = _entry(m)
         (allowed if allow_a8 or m.accuracy == "exact" else a8).append(entry)
     if not allowed:
         rejected = [_barred(e, None, confidence) for e in sorted(a8, key=_us)] + rejected
         why = _why_nothing(rejected)
         return NothingUsable(first.problem, bucket, first.routing, why, tuple(rejected))
 
-    ranked = sorted(allowed, key=_us)
+    _put_out(allowed, a8, epsilon, confidence)
+    ranked = sorted(allowed, key=lambda e: (e.out is not None, e.us))
     tied, unsettled = _not_slower(ranked, epsilon, confidence)
     winner = min(tied, key=lambda e: canonical_order(e.measurement, defaults))
     others = [e for e in (tied if len(tied) > 1 else ranked) if e is not winner]
     runner_up = others[0] if others else None
-    ratio = runner_up.estimate.over(winner.estimate) if runner_up else None
+    ratio = runner_up.over(winner) if runner_up else None
     words = {**dict.fromkeys(unsettled, UNSETTLED), **dict.fromkeys(tied, TIED)}
     slower = [
         _slower(e, winner, words.get(e, SLOWER), confidence) for e in ranked if e is not winner
@@ -178,6 +203,21 @@ def decide(
     return replace(decision, why=why + _busy([e.measurement for e in ranked]))
 
 
+def _put_out(
+    allowed: Sequence[_Entry], barred: Sequence[_Entry], epsilon: float, confidence: float
+) -> None:
+    """Run their races again. Only what may be chosen puts out what may be chosen."""
+    classes = {e.candidate: e in allowed for e in (*allowed, *barred)}
+    found = rerun(
+        [e.measurement for e in (*allowed, *barred)],
+        classes,
+        epsilon=epsilon or EPSILON,
+        confidence=confidence,
+    )
+    for entry in (*allowed, *barred):
+        entry.out = found.get(entry.candidate)
+
+
 def _not_slower(
     ranked: Sequence[_Entry], epsilon: float, confidence: float
 ) -> tuple[list[_Entry], list[_Entry]]:
@@ -186,12 +226,17 @@ def _not_slower(
     strict = 1 - (1 - confidence) / RERUNS
     tied, unsettled = [], []
     for entry in ranked:
-        ratio = entry.estimate.over(fastest.estimate)
-        if ratio.margin <= TIE_LIMIT:
-            if not ratio.exceeds(epsilon, strict):
+        if entry.out is not None:
+            continue
+        ratio = entry.over(fastest)
+        near = math.log1p(NEAR_EPSILONS * epsilon)
+        if ratio.log <= min(max(near, NEAR_STDERRS * ratio.stderr), math.log1p(TIE_LIMIT)):
+            # A race that both survived has judged them already, as strictly.
+            raced = isinstance(ratio, PairedRatio)
+            if raced or not ratio.exceeds(SEPARATES * epsilon, strict):
                 tied.append(entry)
         # The order would not choose it, so reruns agree without the stricter level.
-        elif not ratio.exceeds(epsilon, confidence):
+        elif not ratio.exceeds(SEPARATES * epsilon, confidence):
             unsettled.append(entry)
     return tied, unsettled
 
@@ -286,8 +331,13 @@ UNSETTLED = "not settled, looks slower by"
 
 
 def _slower(entry: _Entry, winner: _Entry, words: str, confidence: float) -> Rejected:
-    ratio = entry.estimate.over(winner.estimate)
-    reason = f"{words} {_percent(ratio.margin)} ({_span(ratio.interval(confidence), confidence)})"
+    ratio = entry.over(winner)
+    span = ratio.interval(confidence)
+    if entry.out is not None:
+        more = f", {_span(span, confidence)}" if span else ""
+        reason = f"{entry.out.text} (looks {_percent(ratio.margin)}{more})"
+    else:
+        reason = f"{words} {_percent(ratio.margin)} ({_span(span, confidence)})"
     m = entry.measurement
     return Rejected(m.candidate, m.status, reason, m.accuracy, entry.us)
 
@@ -296,7 +346,7 @@ def _barred(entry: _Entry, winner: _Entry | None, confidence: float) -> Rejected
     """An 8-bit-activation candidate that was not allowed, with what it would gain."""
     reason = "not allowed (quantises activations to 8 bits)"
     if winner is not None:
-        gain = winner.estimate.over(entry.estimate)
+        gain = winner.over(entry)
         verb = "would gain" if gain.margin > 0 else "would gain nothing:"
         reason += (
             f"; {verb} {_percent(gain.margin)} ({_span(gain.interval(confidence), confidence)})"

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 
 import torch
 
-from autosel import cpuinfo
+from autosel import cpuinfo, stats
 from autosel.core import Device, Scalar
-from autosel.timing import Call, Prepared, Sample, TimingSettings
+from autosel.samples import spoiled
+from autosel.timing_types import Call, Prepared, Sample, TimingSettings
 
 try:
     import resource
@@ -45,6 +46,11 @@ def flush_bytes(device: Device) -> int:
 class CpuTimer:
     """:class:`~autosel.timing.Timer` for the processor this runs on."""
 
+    quantile = stats.ranking_quantile("cpu")
+    #: Libraries that take turns call by call evict each other's data and put each other's threads
+    #: to sleep; the low quantile of a few samples in a row is what each does by itself.
+    block = 3
+
     def __init__(self, device: Device, settings: TimingSettings) -> None:
         cold = settings.cache == "cold"
         wanted = flush_bytes(device) if settings.flush_bytes is None else settings.flush_bytes
@@ -57,6 +63,8 @@ class CpuTimer:
             "flush_bytes": self._buffer.numel() * 4,
             "clock": "perf_counter",
             "threads": torch.get_num_threads(),
+            "cpus": ",".join(map(str, sorted(cpuinfo.usable_cpus()))),
+            "binding": os.environ.get("OMP_PROC_BIND", "none"),
             "huge_pages": os.environ.get("THP_MEM_ALLOC_ENABLE", "0") == "1",
         }
 
@@ -83,7 +91,8 @@ class CpuTimer:
         seen = {} if rate is None else {"flush_gbps": round(rate, 2)}
         if switches is not None:
             seen["switches"] = (_involuntary_switches() or 0) - switches
-        return Sample(elapsed / 1e3 / repeats, seen.get("switches", 0) > 0, seen)
+        us = elapsed / 1e3 / repeats
+        return Sample(us, spoiled(us, seen.get("switches", 0)), seen)
 
     def load(self) -> Mapping[str, float]:
         found = {"pressure": _pressure_seconds(), "steal": _steal_seconds()}

@@ -42,6 +42,9 @@ CPU = Device(kind="cpu", name="scripted machine", threads=1)
 class Clock:
     """A timer whose time passes only when a scripted call says so."""
 
+    quantile = 0.2
+    block = 5
+
     def __init__(self) -> None:
         self.seconds = 0.0
         self.timing = False

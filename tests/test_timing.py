@@ -33,6 +33,9 @@ from autosel.timing import (
 class ScriptedTimer:
     """A device whose calls advance a clock of its own; a flush costs ``flush_s``."""
 
+    quantile = 0.2
+    block = 5
+
     def __init__(self, flush_s: float = 0.0, cold: bool = True) -> None:
         self.clock = 0.0
         self.flush_s = flush_s
@@ -96,26 +99,29 @@ def test_a_first_call_that_compiles_is_reported_apart_and_does_not_rank() -> Non
         timer.clock += 3.0 if calls["n"] == 0 else 50e-6
         calls["n"] += 1
 
-    found = time_candidates(
-        {"a": compiles, "b": timer.call(100e-6)}, TimingSettings(limit_s=1.0), timer
-    )
+    settings = TimingSettings(rounds=5, samples_per_round=5, limit_s=1.0, race=False)
+    found = time_candidates({"a": compiles, "b": timer.call(100e-6)}, settings, timer)
     assert found["a"].first_call_ms == pytest.approx(3000)
     assert max(found["a"].times_us) == pytest.approx(50)
     assert max(found["a"].times_us) < min(found["b"].times_us)
     assert len(found["a"].times_us) == 25  # the first call does not eat the limit
 
 
-def test_blocks_are_interleaved_in_rotating_order() -> None:
-    timer = ScriptedTimer()
-    order: list[str] = []
-    settings = TimingSettings(rounds=3, samples_per_round=2)
-    time_candidates(
-        {name: timer.call(1e-4) for name in "abc"},
-        settings,
-        timer,
-        progress=lambda key, number: order.append(f"{key}{number}"),
-    )
-    assert order == ["a0", "b0", "c0", "b1", "c1", "a1", "c2", "a2", "b2"]
+def test_blocks_are_interleaved_in_an_order_drawn_for_each_round() -> None:
+    def orders() -> list[str]:
+        timer = ScriptedTimer()
+        order: list[str] = []
+        settings = TimingSettings(rounds=60, samples_per_round=1, race=False)
+        calls = {name: timer.call(1e-4) for name in "abc"}
+        time_candidates(calls, settings, timer, progress=lambda key, number: order.append(key))
+        return ["".join(order[start : start + 3]) for start in range(0, 180, 3)]
+
+    found = orders()
+    assert all(sorted(one) == ["a", "b", "c"] for one in found)
+    firsts = [sum(one[place] == "a" for one in found) for place in range(3)]
+    assert min(firsts) >= 10, "everyone is first, second and last about as often"
+    assert len(set(found)) == 6, "nobody always follows the same other one"
+    assert orders() == found, "ranks and reruns take the same order"
 
 
 def test_drift_hits_every_candidate_alike() -> None:
@@ -161,7 +167,9 @@ def test_one_call_longer_than_the_limit_still_gives_a_sample() -> None:
 
 def test_hot_samples_are_bursts_and_count_one_call() -> None:
     timer = ScriptedTimer(cold=False)
-    settings = TimingSettings(cache="hot", burst_us=200.0)
+    settings = TimingSettings(
+        cache="hot", burst_us=200.0, rounds=5, samples_per_round=5, race=False
+    )
     found = time_candidates({"a": timer.call(10e-6), "b": timer.call(1e-3)}, settings, timer)
     assert facts(found["a"])["repeats"] == 20
     assert found["a"].times_us == pytest.approx([10.0] * 25)
@@ -367,7 +375,7 @@ class ScriptedGpu:
                 gpu.gpu_us += 40.0
 
         class Capture:
-            def __init__(self, graph: object) -> None:
+            def __init__(self, graph: object, capture_error_mode: str = "global") -> None:
                 pass
 
             def __enter__(self) -> None:
@@ -432,7 +440,7 @@ def test_what_cannot_be_captured_is_timed_eagerly_and_says_so() -> None:
 
 def test_eager_is_an_option_and_another_way_of_timing() -> None:
     gpu = ScriptedGpu()
-    settings = TimingSettings(graph=False, rounds=1, flush_bytes=4096)
+    settings = TimingSettings(graph=False, rounds=5, flush_bytes=4096)
     found = time_candidates({"a": gpu.kernel}, settings, timing_gpu.GpuTimer(GPU, settings, gpu))
     assert "captured" not in gpu.log
     assert found["a"].times_us == pytest.approx([60.0] * 5)
@@ -441,7 +449,7 @@ def test_eager_is_an_option_and_another_way_of_timing() -> None:
 
 def test_hot_gpu_samples_do_not_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = ScriptedGpu()
-    settings = TimingSettings(cache="hot", burst_us=400, rounds=1)
+    settings = TimingSettings(cache="hot", burst_us=400, rounds=5)
     timer = timing_gpu.GpuTimer(GPU, settings, api=gpu)
     assert timer.facts["flush_bytes"] == 0
     found = time_candidates({"a": gpu.kernel}, settings, timer)
