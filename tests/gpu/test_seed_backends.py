@@ -16,14 +16,13 @@ import pytest
 import torch
 
 from autosel import dispatch, reference, registry
-from autosel.backends import _vllm_ops
 from autosel.core import CanonicalExperts, Device, Routing
 from autosel.device import detect
 from autosel.interfaces import Backend
 from autosel.sources import RandomSource
 from autosel.verify import verify_candidate
 from autosel.verify_cases import Case, make_cases
-from bench.verify_backends import (
+from bench.verify_grid import (
     BACKENDS,
     DTYPES,
     FORMATS,
@@ -120,96 +119,26 @@ def test_act_order(name: str, which: str) -> None:
     verify(available(name), experts, make_cases(experts, token_counts=(1, 17)), axes=True)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_packing_on_the_device_equals_the_cpus(name: str) -> None:
-    """And the way back is exact there too."""
-    backend = registry.get(name)
-    problem = make.problem(512, 256, symmetric=False, experts=4)
-    experts = RandomSource(problem).load()
-    layout = backend.layout(problem, dict(backend.space(problem, 16, device()).default))
-    here, there = layout.pack(experts), layout.pack(experts.to("cuda"))
-    assert here.tensors.keys() == there.tensors.keys()
-    for key, tensor in here.tensors.items():
-        assert torch.equal(there.tensors[key].cpu(), tensor), key
-    if layout.invertible:
-        make.assert_same(layout.unpack(there).to("cpu"), experts)
+#: Every way of running that claims to be capturable.
+CAPTURED: dict[str, tuple[str, dict[str, Any]]] = {
+    "marlin": ("marlin", {}),
+    "batched_marlin": ("batched_marlin", {}),
+    "humming indexed": ("humming", {"kind": "indexed"}),
+    "humming grouped": ("humming", {"kind": "grouped_contiguous"}),
+    "triton": ("triton", {}),
+    "emulation": ("emulation", {}),
+}
 
 
-def test_humming_packs_as_the_package_does() -> None:
-    """Our tensors against the package's own transformation, bit for bit, with its repack kernel."""
-    backend = available("humming")
-    from humming.schema import HummingInputSchema, HummingWeightSchema
-    from humming.transform import prepare_and_transform_humming_tensors
-
-    for bits, group, symmetric, dtype in itertools.product(
-        (4, 8), (32, 128, -1), (True, False), (torch.bfloat16, torch.float16)
-    ):
-        name = str(dtype).removeprefix("torch.")
-        problem = make.problem(
-            512, 192, bits=bits, group=group, group2=-1 if group == -1 else 32,
-            symmetric=symmetric, act_dtype=name, scale_dtype=name, bias=True, experts=4,
-        )  # fmt: skip
-        experts = make.experts(problem).to("cuda")
-        packed = backend.layout(problem, {}).pack(experts)
-        for gemm, weight in (("w13", experts.w13), ("w2", experts.w2)):
-            scheme = weight.scheme
-            tensors = {
-                "weight": weight.codes,
-                "weight_scale": weight.scales,
-                "bias": weight.bias,
-            }
-            if weight.zero_points is not None:
-                from autosel.packing import pack_last
-
-                words = pack_last(weight.zero_points.transpose(1, 2), bits)  # [E, G, N/pf]
-                tensors["zero_point"] = words.transpose(1, 2).contiguous()
-            _, theirs = prepare_and_transform_humming_tensors(
-                tensors=tensors,
-                shape_n=weight.num_outputs,
-                shape_k=weight.num_inputs,
-                weight_schema=HummingWeightSchema(
-                    b_dtype=f"uint{bits}",
-                    weight_scale_group_size=max(0, scheme.group_size),
-                    has_zero_point=not symmetric,
-                ),
-                input_schema=HummingInputSchema(),
-                num_experts=4,
-                pad_n_to_multiple=256,
-                pad_k_to_multiple=128,
-                has_bias=True,
-                torch_dtype=dtype,
-                device="cuda",
-            )
-            ours = {"weight": gemm, "weight_scale": f"{gemm}_scales",
-                    "zero_point": f"{gemm}_zeros", "bias": f"{gemm}_bias"}  # fmt: skip
-            for key, tensor in theirs.items():
-                same = torch.equal(packed.tensors[ours[key]], tensor)
-                assert same, (bits, group, symmetric, dtype, gemm, key)
-
-
-def test_marlin_packs_as_vllms_repack_does() -> None:
-    """Our words against vLLM's CUDA repack kernel, where a library with it is loaded."""
-    available("marlin")
-    repack = _vllm_ops.find("_C", "gptq_marlin_repack")
-    if repack is None:
-        pytest.skip(f"_C::gptq_marlin_repack: {_vllm_ops.why_missing('_C', 'gptq_marlin_repack')}")
-    from autosel.layouts._marlin_tiles import pack_tiles
-    from autosel.packing import pack_last
-
-    for bits in (4, 8):
-        codes = torch.randint(0, 1 << bits, (192, 256), dtype=torch.uint8, device="cuda")
-        words = pack_last(codes, bits).T.contiguous()  # GPTQ: [K/pf, N]
-        theirs = repack(words, 256, 192, bits, False)
-        assert torch.equal(pack_tiles(codes, bits), theirs)
-
-
-@pytest.mark.parametrize("name", ["marlin", "humming", "triton"])
-def test_cuda_graph(name: str) -> None:
-    """Captured once, replayed on new inputs and a new routing."""
+@pytest.mark.parametrize("act_order", ["", "w13+w2"])
+@pytest.mark.parametrize("case", CAPTURED)
+def test_cuda_graph(case: str, act_order: str) -> None:
+    """Captured once, replayed on new inputs and a new routing with slots served elsewhere."""
+    name, extra = CAPTURED[case]
     backend = available(name)
-    problem = make.problem(512, 256, group=128, experts=8, local=4)
+    problem = make.problem(512, 256, group=128, experts=8, local=4, act_order=act_order)
     experts = RandomSource(problem).load("cuda")
-    params = dict(backend.space(problem, 8, device()).default)
+    params = {**backend.space(problem, 8, device()).default, **extra}
     packed = backend.layout(problem, params).pack(experts)
     x = torch.randn(8, 512, device="cuda").to(torch.bfloat16)
     ids = torch.randint(-1, 4, (8, 2), device="cuda", dtype=torch.int32)
@@ -220,6 +149,7 @@ def test_cuda_graph(name: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         backend.run(packed, x, routed, params, out)
+    expert_map = torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], device="cuda")
     for seed in range(3):
         torch.manual_seed(seed)
         x.copy_(torch.randn_like(x))
@@ -227,7 +157,6 @@ def test_cuda_graph(name: str) -> None:
         out.fill_(float("nan"))
         graph.replay()
         torch.cuda.synchronize()
-        expert_map = torch.tensor([0, 1, 2, 3, -1, -1, -1, -1], device="cuda")
         expected = reference.moe(x, experts, routed, expert_map=expert_map)
         assert (out.double() - expected).norm() / expected.norm() < 1.2e-2
 

@@ -124,3 +124,30 @@ def copy(of: CanonicalExperts) -> CanonicalExperts:
         w13=replace(of.w13, **{n: t.clone() for n, t in of.w13.tensors.items()}),
         w2=replace(of.w2, **{n: t.clone() for n, t in of.w2.tensors.items()}),
     )
+
+
+#: Ways in which a layout or a kernel can be silently wrong, as changes of the weights it holds.
+FAULTS = ("nibble", "scale row", "zero point", "experts swapped", "gate and up exchanged")
+
+
+def planted(of: CanonicalExperts, fault: str) -> CanonicalExperts:
+    """The experts with one of :data:`FAULTS` in them; ``zero point`` needs asymmetric ones."""
+    broken = copy(of)
+    w13, w2 = broken.w13, broken.w2
+    last = of.problem.num_local_experts - 1
+    if fault == "nibble":
+        w2.codes[last, 3, 1] ^= 1 << (of.problem.w2.num_bits - 1)  # top bit of one code
+    elif fault == "scale row":
+        w13.scales[last, 5] = w13.scales[last, 6]
+    elif fault == "zero point":
+        assert w13.zero_points is not None
+        top = (1 << of.problem.w13.num_bits) - 1
+        w13.zero_points[0, 2, 1] = top - w13.zero_points[0, 2, 1]
+    elif fault == "experts swapped":
+        for tensor in w2.tensors.values():
+            tensor[[0, last]] = tensor[[last, 0]]
+    else:
+        for tensor in (w13.codes, w13.scales, w13.zero_points, w13.bias):
+            if tensor is not None:
+                tensor.copy_(torch.cat(tensor.chunk(2, 1)[::-1], 1))
+    return broken
