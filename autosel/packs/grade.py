@@ -2,7 +2,7 @@
 
 exact       every field is equal: used as if it had been measured here
 compatible  the hardware and the kernels are the same, and other fields differ only as their rule
-            in :data:`RULES` allows: used after a check on this machine (:mod:`autosel.packs.canary`)
+            in :data:`RULES` allows: used after a check here (:mod:`autosel.packs.canary`)
 foreign     anything else: never decides; shown, and of use as a starting point of a search
 
 Where no rule stands for a field, any difference makes results foreign. A fact that only one side

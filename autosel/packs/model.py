@@ -105,6 +105,10 @@ class Entry:
         return self.source.device
 
     @property
+    def outcomes(self) -> tuple[Decision | Undecided, ...]:
+        return (*self.decisions, *self.undecided)
+
+    @property
     def candidates(self) -> tuple[Candidate, ...]:
         """Those that were chosen or came next, each once."""
         found: dict[Candidate, None] = {}

@@ -1,0 +1,1 @@
+"""The commands of ``autosel pack``, one file each."""

@@ -1,0 +1,211 @@
+"""A short check of compatible results on this machine: are the winners right, and do they win?
+
+Every winner of an entry runs here and is compared with the emulation; at three token counts the
+winner is then timed against the runner-up. What fails here is not used; what passes decides from
+then on, and the result is kept so that this runs once. It takes at most :data:`BUDGET_S` seconds
+beside reading the weights: whoever does not get through in that time has not passed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import torch
+
+from autosel import registry, stats
+from autosel.compare import compare
+from autosel.core import Candidate, CanonicalExperts, Decision, Device, Routing
+from autosel.dtypes import torch_dtype
+from autosel.error_scale import judge
+from autosel.errors import AutoselError
+from autosel.expert_map import local_map, localize
+from autosel.failures import CAUGHT, failed
+from autosel.interfaces import PackedExperts
+from autosel.layer_check import make_probe
+from autosel.packs.canary_results import CanaryResult
+from autosel.packs.library import why_illegal
+from autosel.packs.model import Entry
+from autosel.routing_synthetic import make_routing
+from autosel.timing import Timer, TimingSettings, time_candidates, timer_for
+from autosel.verify_cases import activation_size
+
+#: Seconds that one check may take.
+BUDGET_S = 10.0
+#: A winner that is clearly (95 % interval) slower than its runner-up by more than this has lost
+#: its place. Less than that was perhaps a tie on the other machine as well.
+TOLERANCE = 0.05
+#: Tokens of a timed call whose rows are compared with the emulation, the last one among them.
+JUDGED_ROWS = 2
+
+
+class _RefusedError(Exception):
+    """Why the check is not passed, in words."""
+
+
+@dataclass
+class _Canary:
+    entry: Entry
+    experts: CanonicalExperts
+    device: Device
+    expert_map: torch.Tensor | None
+    timer: Timer | None
+    deadline: float
+    packed: dict[str, PackedExperts] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    def run(self) -> str:
+        """What was found, in words; raises _RefusedError when it is not passed."""
+        for decision in self.entry.decisions:
+            for candidate in filter(None, (decision.winner, decision.runner_up)):
+                tokens = decision.bucket.measured
+                why = why_illegal(candidate, self.entry.problem, self.device, tokens)
+                if why and candidate == decision.winner:
+                    raise _RefusedError(why)
+        probe = make_probe(self.experts, self.expert_map)
+        winners = dict.fromkeys(d.winner for d in self.entry.decisions)
+        for candidate in winners:
+            out = self._call(candidate, probe.x, probe.routing)()
+            self._judge(candidate, out, probe.judged, "the winner")
+        chosen = three(self.entry.decisions)
+        for decision in chosen:
+            self._time(decision)
+        counts = ", ".join(str(d.bucket.measured) for d in chosen)
+        return f"{len(winners)} winners are right and hold their place at {counts} tokens"
+
+    def _time(self, decision: Decision) -> None:
+        tokens = decision.bucket.measured
+        problem = self.entry.problem
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, problem.hidden_size, generator=generator)
+        x = (x * activation_size(self.experts)).to(torch_dtype(problem.act_dtype))
+        x = x.to(self.experts.w13.codes.device)
+        routing = make_routing(self.entry.routing, tokens, problem, seed=0, device=x.device)
+        calls = {decision.winner: self._call(decision.winner, x, routing)}
+        rival = decision.runner_up
+        if rival is not None and not why_illegal(rival, problem, self.device, tokens):
+            try:
+                calls[rival] = self._call(rival, x, routing)
+                calls[rival]()
+            except (*CAUGHT, _RefusedError):
+                calls.pop(rival, None)  # a rival that does not run here wins nothing
+        left = self._left()
+        cache: Literal["cold", "hot"] = "hot" if self.entry.timing.get("cache") == "hot" else "cold"
+        settings = TimingSettings(
+            cache=cache, rounds=5, samples_per_round=4, limit_s=max(0.05, left / 8)
+        )
+        timer = self.timer or timer_for(self.device, settings)
+        timed = time_candidates(calls, settings, timer)
+        mine = timed[decision.winner]
+        if mine.error is not None:
+            raise _RefusedError(failed(mine.error, f"{decision.winner.key} time")[1])
+        self._judge_rows(decision.winner, calls[decision.winner](), x, routing)
+        quantile = stats.ranking_quantile(self.device.kind)
+        winner = stats.estimate(mine.times_us, quantile)
+        figures = {"winner_us": winner.us, "made_us": decision.winner_us}
+        other = timed.get(rival) if rival is not None else None
+        if other is not None and other.error is None and other.times_us:
+            second = stats.estimate(other.times_us, quantile)
+            figures["runner_up_us"] = second.us
+            if winner.over(second).exceeds(TOLERANCE, 0.95):
+                raise _RefusedError(
+                    f"at {tokens} tokens {decision.winner.key} takes {winner.us:.4g} us here and "
+                    f"{rival.key if rival else ''} {second.us:.4g} us"
+                )
+        self.figures[str(tokens)] = figures
+        self._left()
+
+    def _call(
+        self, candidate: Candidate, x: torch.Tensor, routing: Routing
+    ) -> Callable[[], torch.Tensor]:
+        """A call of the candidate's backend with an output of its own."""
+        params = candidate.params_dict
+        try:
+            backend = registry.get(candidate.backend)
+            if candidate.layout not in self.packed:
+                made = backend.layout(self.entry.problem, params).pack(self.experts)
+                self.packed[candidate.layout] = made
+            packed = self.packed[candidate.layout]
+            local = localize(routing, self.entry.problem, self.expert_map, device=x.device)
+            out = torch.full_like(x, torch.nan)
+        except CAUGHT as error:
+            raise _RefusedError(failed(error, f"{candidate.key} pack")[1]) from error
+        self._left()
+
+        def call() -> torch.Tensor:
+            return backend.run(packed, x, local, params, out)
+
+        return call
+
+    def _judge_rows(
+        self, candidate: Candidate, out: torch.Tensor, x: torch.Tensor, routing: Routing
+    ) -> None:
+        rows = torch.linspace(0, len(x) - 1, min(JUDGED_ROWS, len(x)), device=x.device).long()
+        some = Routing(routing.topk_ids[rows], routing.topk_weights[rows])
+        wide = torch.float64 if self.entry.problem.act_dtype == "float32" else torch.float32
+        judged = judge(x[rows], self.experts, some, expert_map=self.expert_map, dtype=wide)
+        self._judge(candidate, out[rows], judged, f"the winner at {len(x)} tokens")
+
+    def _judge(self, candidate: Candidate, out: torch.Tensor, judged: Any, what: str) -> None:
+        accuracy = registry.get(candidate.backend).accuracy(candidate.params_dict)
+        verdict = compare(
+            out,
+            judged.reference,
+            accuracy=accuracy,
+            act_dtype=self.entry.problem.act_dtype,
+            scale=judged.scales[accuracy],
+            overflows=judged.overflows,
+        )
+        if not verdict:
+            raise _RefusedError(f"{what} {candidate.key} is {verdict.status}: {verdict.reason}")
+
+    def _left(self) -> float:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise _RefusedError(f"it did not get through in {BUDGET_S:g} s")
+        return left
+
+
+def run(
+    entry: Entry,
+    experts: CanonicalExperts,
+    device: Device,
+    *,
+    expert_map: torch.Tensor | None = None,
+    timer: Timer | None = None,
+    budget_s: float = BUDGET_S,
+) -> CanaryResult:
+    """Check ``entry`` on ``device``, where ``experts`` lie. Raises nothing: what fails is told.
+
+    expert_map  int32 ``[num_experts]``, as of :class:`autosel.FusedMoE`; left out where all
+                experts are here, and made for rank 0 where they are not
+    timer       a clock of the caller's own
+    """
+    began = time.monotonic()
+    problem = entry.problem
+    if expert_map is None and problem.num_local_experts != problem.num_experts:
+        expert_map = local_map(problem, device=experts.w13.codes.device)
+    canary = _Canary(entry, experts, device, expert_map, timer, began + budget_s)
+    try:
+        passed, why = True, canary.run()
+    except _RefusedError as refused:
+        passed, why = False, str(refused)
+    except (*CAUGHT, AutoselError) as error:
+        passed, why = False, failed(error, "the check")[1]
+    return CanaryResult(
+        passed,
+        " ".join(why.split())[:1000],
+        round(time.monotonic() - began, 3),
+        datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        canary.figures,
+    )
+
+
+def three(decisions: tuple[Decision, ...]) -> tuple[Decision, ...]:
+    """The decisions of the smallest, a middle and the largest token count, each once."""
+    ordered = sorted(decisions, key=lambda d: d.bucket.measured)
+    places = dict.fromkeys((0, len(ordered) // 2, len(ordered) - 1)) if ordered else {}
+    return tuple(ordered[place] for place in places)
