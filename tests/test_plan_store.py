@@ -9,7 +9,7 @@ import pytest
 
 from autosel.store import Store, StoreWarning
 from tests.fakes import CPU, PROBLEM
-from tests.test_plan import GPU, example
+from tests.test_plans import GPU, example
 
 
 def test_the_newest_plan_of_a_key_comes_last(tmp_path) -> None:

@@ -220,7 +220,7 @@ class _Planner:
         names = " + ".join(item.layout for item in made.resident)
         copies = len(made.resident)
         loss = 100 * (made.time_us / made.best_us - 1)
-        wanted = len({item.best.layout for item in made.buckets})
+        wanted = len({item.best.layout for item in made.buckets if item.calls})
         words = [
             f"{copies} cop{'y' if copies == 1 else 'ies'} resident ({names}, "
             f"{made.resident_bytes} of {made.budget_bytes} bytes)",
