@@ -1,0 +1,122 @@
+"""``plan``: from stored measurements to a plan that is stored, shown and refused."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from autosel import presets
+from autosel.core import Candidate, Plan
+from autosel.device import detect
+from autosel.store import Store
+from tests.test_plans import CROSSING, table
+
+NAMES = {"a": "torch_int4", "b": "cpu_native"}
+
+
+@pytest.fixture
+def problem():
+    return presets.get("granite-3-1b-a400m")
+
+
+@pytest.fixture
+def measured(autosel, problem):
+    """Two backends of this machine with made-up times: each is faster somewhere."""
+    here = detect("cpu")
+    rows = [
+        replace(
+            m, problem=problem, device=here, timing=(("cache", "cold"),),
+            candidate=Candidate.of(NAMES[m.candidate.layout], {}, m.candidate.layout),
+        )
+        for m in table(CROSSING)
+    ]  # fmt: skip
+    with Store.open(os.environ["AUTOSEL_DB"]) as store:
+        store.add_measurements(rows)
+    return rows
+
+
+ASK = ("plan", "granite-3-1b-a400m", "--device", "cpu")
+
+
+def stored(problem):
+    with Store.open(os.environ["AUTOSEL_DB"]) as store:
+        return [s.plan for s in store.plans(problem)]
+
+
+def test_the_plan_is_shown_and_stored(autosel, measured, problem):
+    ran = autosel(*ASK, "--histogram", "prefill-only")
+    assert ran.status == 0
+    text = " ".join(ran.out.split())
+    assert "prefill-only traffic, weight budget 1.0x, 24 layers" in text
+    assert "resident: b; 1000 B a layer, 23.4 KiB in all" in text
+    assert "one more copy: nothing to gain" in text
+    assert "break-even: a alone is better where more than" in text
+    assert "a decode server with one copy: " in text
+    (plan,) = stored(problem)
+    assert plan.workload.name == "prefill-only"
+    assert plan.layers == 24
+    assert "stored in" in ran.err
+    # The same again adds nothing; another policy does.
+    assert "stored in" not in autosel(*ASK, "--histogram", "prefill-only").err
+    assert len(stored(problem)) == 1
+    autosel(*ASK, "--weight-budget", "2x")
+    assert [p.budget for p in stored(problem)] == ["1.0x", "2.0x"]
+
+
+def test_json_is_the_plan(autosel, measured, problem):
+    ran = autosel(*ASK, "--weight-budget", "1.5x", "--dry-run", "--json")
+    (answer,) = ran.json["answers"]
+    assert Plan.from_dict(answer["plan"]).budget == "1.5x"
+    assert ran.json["stored"] == 0
+    assert stored(problem) == []
+
+
+def test_price_of_the_second_copy_in_words(autosel, measured):
+    ran = autosel(*ASK, "--histogram", "decode-heavy", "--dry-run")
+    assert "one more copy: a and b cost" in ran.out
+    assert "over the budget of 1.0x; packing is repaid after" in ran.out
+
+
+def test_a_histogram_file_decides(autosel, measured, tmp_path):
+    file = tmp_path / "calls.csv"
+    file.write_text("tokens,calls\n1,9\n16,1\n")
+    ran = autosel(*ASK, "--histogram", file, "--json")
+    plan = ran.json["answers"][0]["plan"]
+    assert [item["layout"] for item in plan["resident"]] == ["a"]
+    assert plan["workload"]["name"] == "calls.csv"
+    assert [bucket["calls"] for bucket in plan["buckets"]] == pytest.approx([0.9, 0.1, 0])
+
+
+def test_backends_can_be_left_out(autosel, measured):
+    for option, name in (("--exclude", "torch_int4"), ("--backends", "cpu_native")):
+        ran = autosel(*ASK, option, name, "--histogram", "decode-only", "--dry-run", "--json")
+        plan = ran.json["answers"][0]["plan"]
+        assert [item["layout"] for item in plan["resident"]] == ["b"]
+        assert name in plan["requirements"][0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--weight-budget", "half"), "weight budget: value: found 'half', expected such as 1.0x"),
+        (("--weight-budget", "10KiB"), "the smallest set of layouts that serves every bucket is"),
+        (("--histogram", "no-such"), "histogram: value: found 'no-such', expected a file, or one"),
+        (("--exclude", "cpu_nativ"), "cpu_native"),
+        (("--backends", "emulation"), "found torch_int4, required emulation"),
+        (("--routing", "zipf"), "nothing is stored for"),
+    ],
+)
+def test_refusals_are_one_line(autosel, measured, options, words):
+    ran = autosel(*ASK, *options)
+    assert ran.status == 1
+    assert words in ran.error
+
+
+def test_without_a_sweep_it_says_what_to_do(autosel):
+    ran = autosel(*ASK)
+    assert ran.status == 1
+    assert "nothing is stored for" in ran.error
+    assert "autosel sweep granite-3-1b-a400m" in ran.err
+    assert not os.path.exists(os.environ["AUTOSEL_DB"])
