@@ -321,6 +321,34 @@ def _plans(db: Database) -> None:
     """)
 
 
+@MIGRATIONS(name="0005_incidents")
+def _incidents(db: Database) -> None:
+    db.executescript("""
+        -- Attempts that failed, and those that went well after that (status 'ok'): what is in
+        -- quarantine follows from them.
+        CREATE TABLE incidents (
+            id INTEGER PRIMARY KEY,
+            problem_id INTEGER NOT NULL REFERENCES problems(id),
+            device_id INTEGER NOT NULL REFERENCES devices(id),
+            versions_id INTEGER NOT NULL REFERENCES versions(id),
+            candidate_id INTEGER NOT NULL REFERENCES candidates(id),
+            code TEXT NOT NULL,          -- hash of the backend's and layout's sources
+            num_tokens INTEGER NOT NULL CHECK (num_tokens >= 1),
+            status TEXT NOT NULL,
+            step TEXT NOT NULL,
+            reason TEXT NOT NULL,
+            free_bytes INTEGER,
+            created TEXT NOT NULL
+        ) STRICT;
+        CREATE INDEX incidents_by_key ON incidents (problem_id, device_id, versions_id);
+
+        CREATE TRIGGER incidents_are_append_only BEFORE UPDATE ON incidents
+        BEGIN SELECT RAISE(ABORT, 'incidents are append-only'); END;
+
+        PRAGMA user_version = 5;
+    """)
+
+
 def _canonical(data: dict[str, Any]) -> str:
     """As :func:`autosel.records.to_json` writes it at this step; a step never changes."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

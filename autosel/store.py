@@ -19,10 +19,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
-from autosel import identity, plan_rows, records, rows
+from autosel import identity, incidents, plan_rows, records, rows
 from autosel.buckets import newest_cover
 from autosel.core import Candidate, Decision, Device, Measurement, Plan, Problem
 from autosel.errors import StoreError, field_error
+from autosel.incidents import Incident
 from autosel.plan_rows import StoredPlan
 from autosel.records import Timing
 from autosel.rows import StoredDecision, StoreWarning, Sweep
@@ -146,6 +147,19 @@ class Store:
         with self._tables.write():
             return self._tables.insert(
                 "plans", {**self._owner(plan.problem, plan.device), **columns}
+            )
+
+    def add_incident(self, incident: Incident) -> int:
+        """Append a failed attempt, or one that ends the quarantine of earlier ones."""
+        columns = incidents.columns(incident)
+        with self._tables.write():
+            return self._tables.insert(
+                "incidents",
+                {
+                    **self._owner(incident.problem, incident.device),
+                    "candidate_id": self._candidate(incident.candidate),
+                    **columns,
+                },
             )
 
     def begin_sweep(
@@ -289,6 +303,19 @@ class Store:
         where = rows.identity(problem, device, routing)
         found = rows.parsed("plans", self._tables.select(sql, where, "x.id"), plan_rows.stored)
         return [s for s in found if timing is None or rows.same_mode(timing, dict(s.plan.timing))]
+
+    def incidents(
+        self, problem: Problem | None = None, device: Device | None = None
+    ) -> list[Incident]:
+        """Failed attempts, oldest first (:mod:`autosel.quarantine`)."""
+        sql = (
+            f"SELECT x.*, {rows.NAMES}, c.backend, c.params, c.layout FROM incidents AS x"
+            f" {rows.JOINS} JOIN candidates AS c ON c.id = x.candidate_id"
+        )
+        where = rows.identity(problem, device, None)
+        return rows.parsed(
+            "incidents", self._tables.select(sql, where, "x.created, x.id"), incidents.stored
+        )
 
     def sweeps(self) -> list[Sweep]:
         """All sweeps, oldest first."""

@@ -22,19 +22,17 @@ from autosel.decide import NothingUsable, decide
 from autosel.device import detect
 from autosel.failures import CAUGHT, failed
 from autosel.interfaces import Backend, Space
+from autosel.quarantine import Quarantine, code_hash
 from autosel.routing_synthetic import make_routing
 from autosel.search import propose
 from autosel.sources import WeightSource
 from autosel.store import Store
-from autosel.timing import Timer, timer_for
+from autosel.timing import Timer, TimingSettings, timer_for
 from autosel.tune_types import Observer, SweepResult, SweepSettings
 from autosel.worker_bench import bench_for
 
 #: Parameter settings of one backend that are timed in full. A larger space is searched first.
 FINALISTS = 8
-
-#: Stored outcomes that another attempt may change: memory and machines get freer.
-TRIED_AGAIN = ("failed", "oom", "timeout", "crashed")
 
 
 def sweep(
@@ -85,8 +83,10 @@ class _Sweep:
         self.bench = bench_for(
             source, settings, device, self.tokens, self.timer, observer, isolate=isolate
         )
+        self.quarantine = Quarantine(store, self.problem, device, retry=settings.retry_failed)
         self.sweep_id: int | None = None
         self.defaults: set[Candidate] = set()
+        self.codes: dict[Candidate, str] = {}  # of each candidate that was attempted
         self.best: dict[str, list[Params]] = {}  # of each searched backend
 
     def run(self) -> SweepResult:
@@ -130,7 +130,7 @@ class _Sweep:
             for row in self._candidates(backend, num_tokens, stored)
         ]
         ready = [row for row in rows if row.status == "ok" and not row.times_us]
-        timed = self.bench.time(ready, self.settings.timing, num_tokens) if ready else []
+        timed = self._time(ready, self.settings.timing, num_tokens) if ready else []
         final = {row.candidate: row for row in (*rows, *timed)}
         fresh = [row for row in final.values() if stored.get(row.candidate) is not row]
         if self.store:
@@ -165,7 +165,9 @@ class _Sweep:
             return rows + [self._attempt(backend, p, num_tokens, stored) for p in points]
         # A token count is stored as a whole, so that any row of a searched backend means done.
         known = [row for row in stored.values() if row.candidate.backend == backend.name]
-        return known or rows + self._search(backend, space, num_tokens)
+        if known and all(self._is_final(row, backend) for row in known):
+            return known
+        return rows + self._search(backend, space, num_tokens)
 
     def _unless_known(
         self,
@@ -191,7 +193,7 @@ class _Sweep:
 
         def evaluate(params: Params) -> float:
             row = self._attempt(backend, params, num_tokens, {})
-            short = self.bench.time([row], quick, num_tokens)[0] if row.status == "ok" else row
+            short = self._time([row], quick, num_tokens)[0] if row.status == "ok" else row
             score = min(short.times_us, default=math.inf)
             tried[row.candidate] = (score, row if short.times_us else short)
             return score
@@ -215,14 +217,41 @@ class _Sweep:
     ) -> Measurement:
         try:
             candidate = self.bench.candidate(backend, params)
+            code = code_hash(backend, backend.layout(self.problem, params))
         except CAUGHT as error:
             outcome = failed(error, f"{backend.name} layout")
             return self.bench.row(Candidate.of(backend.name, params), num_tokens, *outcome)
+        self.codes[candidate] = code
         known = stored.get(candidate)
-        if known and known.status not in TRIED_AGAIN:
+        held = self.quarantine.find(candidate, code, num_tokens)
+        if known and (known.status in ("ok", "unsupported") or held):
             return known
+        if held:
+            return self.bench.row(candidate, num_tokens, held.incident.status, held.reason)
         self.bench.load()
-        return self.bench.attempt(candidate, num_tokens)
+        row = self.bench.attempt(candidate, num_tokens)
+        if row.status != "ok":
+            self.quarantine.note(row, code, self.bench.step)
+        return row
+
+    def _time(
+        self, ready: list[Measurement], timing: TimingSettings, num_tokens: int
+    ) -> list[Measurement]:
+        timed = self.bench.time(ready, timing, num_tokens)
+        for row in timed:
+            self.quarantine.note(row, self.codes[row.candidate], "time")
+        return timed
+
+    def _is_final(self, row: Measurement, backend: Backend) -> bool:
+        """Whether another attempt would say the same as the stored ``row``."""
+        if row.status in ("ok", "unsupported"):
+            return True
+        params = row.candidate.params_dict
+        try:
+            code = code_hash(backend, backend.layout(self.problem, params))
+        except CAUGHT:
+            return False
+        return self.quarantine.find(row.candidate, code, row.num_tokens) is not None
 
     def _stored(self, num_tokens: int) -> dict[Candidate, Measurement]:
         """What the store has of this layer, machine, routing and way of timing."""
