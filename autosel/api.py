@@ -4,6 +4,7 @@
 >>> result = autosel.sweep("path/to/checkpoint")   # or a preset: "qwen3-30b-a3b"
 >>> result.decision(tokens=16).winner.key
 >>> autosel.explain("path/to/checkpoint", tokens=16).why
+>>> autosel.plan("path/to/checkpoint", weight_budget="1.0x").resident
 >>> autosel.plot("path/to/checkpoint", "latency.png")
 """
 
@@ -17,13 +18,14 @@ from typing import Any
 
 from autosel import presets
 from autosel.checkpoint import Checkpoint
-from autosel.core import Device
+from autosel.core import Device, Plan, Problem, Workload
 from autosel.device import detect
 from autosel.errors import CheckpointError, ConfigError, field_error
 from autosel.explanation import Explanation
 from autosel.explanation import explain as _explain
 from autosel.sources import CheckpointSource, RandomSource, WeightSource
 from autosel.store import Store
+from autosel.tiers import open_tiers
 from autosel.tune import sweep as _sweep
 from autosel.tune_types import Observer, SweepResult, SweepSettings
 
@@ -113,10 +115,67 @@ def explain(
     db: Database = None,
     **options: Any,
 ) -> Explanation:
-    """Why a backend is used for ``tokens`` tokens, or why nothing is; from the database alone."""
-    problem = source(target, layer=layer, **options).problem
+    """Why a backend is used for ``tokens`` tokens, or why nothing is; from what is stored alone.
+
+    Asks the database, then packs (:mod:`autosel.tiers`): installed ones, the one beside the model,
+    those that ship with autosel.
+    """
+    weights = source(target, layer=layer, **options)
+    model = weights.path if isinstance(weights, CheckpointSource) else None
+    with open_tiers(db, model) as tiers:
+        return _explain(tiers, weights.problem, device or detect(), tokens, routing=routing)
+
+
+def plan(
+    target: Target,
+    *,
+    weight_budget: str = "1.0x",
+    histogram: str | Path | Workload = "mixed",
+    routing: str = "uniform",
+    backends: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    allow_a8: bool = False,
+    layers: int | None = None,
+    layer: int | None = None,
+    device: Device | None = None,
+    db: Database = None,
+    keep: bool = True,
+    **options: Any,
+) -> Plan:
+    """Which packed copies of one layer's weights stay resident, and what each token range runs.
+
+    weight_budget  ``1.0x`` (one copy), ``1.5x``, or bytes for all ``layers``: ``12GiB``
+    histogram      calls by tokens: a preset's name, a file, or a Workload
+    backends       only these; ``exclude``: none of these
+    layers         alike layers of the model; those of the checkpoint when left out
+    keep           store the plan: the layer and packs then use it
+
+    From the database alone. Raises NothingUsableError where nothing is stored, or nothing fits.
+    """
+    from autosel import planning
+    from autosel.weight_budget import WeightBudget
+    from autosel.workload import load
+
+    policy = planning.Policy(
+        workload=load(histogram),
+        budget=WeightBudget.parse(weight_budget),
+        allow_a8=allow_a8,
+        backends=planning.names(backends),
+        exclude=planning.names(exclude),
+    )
+    weights = source(target, layer=layer, **options)
     with _store(db) as store:
-        return _explain(store, problem, device or detect(), tokens, routing=routing)
+        made = planning.plan_layer(
+            store,
+            weights.problem,
+            device or detect(),
+            policy,
+            routing=routing,
+            layers=layers or _alike(target, weights.problem),
+        )
+        if keep:
+            planning.keep(store, made)
+    return made
 
 
 def plot(
@@ -163,6 +222,20 @@ def _store(db: Database) -> Iterator[Store]:
         return
     with Store.open(db) as store:
         yield store
+
+
+def _alike(target: Target, problem: Problem) -> int:
+    """Layers of a checkpoint with the sizes of ``problem``, whole or split; 1 where unknown."""
+    if not isinstance(target, str | Path) or not Path(target).is_dir():
+        return 1
+    scheme = (problem.w13, problem.w2, problem.num_experts, problem.hidden_size)
+    found = [
+        other
+        for item in Checkpoint.open(target).layers
+        if (other := item.problem) is not None
+        and (other.w13, other.w2, other.num_experts, other.hidden_size) == scheme
+    ]
+    return max(len(found), 1)
 
 
 def _first_layer(path: str | Path) -> int:

@@ -1,4 +1,4 @@
-"""Why a backend was chosen for a layer, or why nothing was: read from the store, no device work."""
+"""Why a backend was chosen for a layer, or why nothing was: from what is stored, no device work."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from autosel.decide import NothingUsable, decide
 from autosel.fallback import fallback
 from autosel.records import Timing
 from autosel.store import Store
+from autosel.tiers import Found, Origin, Tiers
 
 #: The way of timing that stands for a model at work: other layers' weights fill the caches.
 COLD: Mapping[str, Any] = {"cache": "cold"}
@@ -26,6 +27,8 @@ class Explanation:
               this key; ``nearest`` is the closest entry with each field that differs.
     used      what serves the layer: the winner, or the built-in fallback
     measured  when the newest entry of the key was stored (UTC), if there is one
+    origin    where the decision comes from: the user's database, or another tier of results
+    told      decisions of packs that may not decide here, and why not (``origin.note``)
     """
 
     problem: Problem
@@ -41,6 +44,8 @@ class Explanation:
     nearest: identity.Nearest | None = None
     measured: str | None = None
     measurements: tuple[Measurement, ...] = field(default=(), repr=False)
+    origin: Origin | None = None
+    told: tuple[Found, ...] = field(default=(), repr=False)
 
     @property
     def key(self) -> dict[str, Any]:
@@ -68,12 +73,17 @@ class Explanation:
             "rejected": [records.rejected_dict(item) for item in self.rejected],
             "nearest": _nearest_dict(self.nearest),
             "measured": self.measured,
+            "origin": self.origin.to_dict() if self.origin else None,
+            "told": [
+                {"decision": records.decision_dict(f.decision), "origin": f.origin.to_dict()}
+                for f in self.told
+            ],
             "measurements": [records.measurement_dict(item) for item in self.measurements],
         }
 
 
 def explain(
-    store: Store,
+    results: Store | Tiers,
     problem: Problem,
     device: Device,
     num_tokens: int,
@@ -83,33 +93,56 @@ def explain(
 ) -> Explanation:
     """Explain what is used for ``num_tokens`` tokens of this layer on ``device``.
 
-    Only what was measured on this device, with this driver and these package versions, answers;
-    anything nearby is named and never used. ``timing`` picks a way of timing (default: cold
-    caches) where a layer was timed in several.
+    Only what was measured on this device, with this driver and these package versions, answers,
+    or a pack that may decide here (:mod:`autosel.tiers`); anything nearby is named and never used.
+    ``timing`` picks a way of timing (default: cold caches) where a layer was timed in several.
+    A Store alone is asked without the other tiers.
     """
+    tiers = results if isinstance(results, Tiers) else None
+    store = tiers.store if tiers is not None else results
+    assert isinstance(store, Store)
     mode = tuple(sorted((timing or COLD).items()))
     nearest = store.nearest(problem, device, routing)
     measured = nearest.entry.newest if nearest is not None and nearest.exact else None
     asked = _Question(problem, device, num_tokens, routing, measured)
+    here: Explanation | None = None
     if nearest is not None and nearest.exact:
-        measurements = store.measurements(problem, device, routing, timing=mode)
-        decisions = store.decisions(problem, device, routing, timing=mode)
-        decision = next((d for d in decisions if num_tokens in d.bucket), None)
-        if decision is not None:
-            return asked.tuned(decision, _at(measurements, decision.bucket))
-        # What failed before it was timed belongs to every way of timing; where another way was
-        # timed, those rows alone do not mean that this one was tried.
-        tried = any(m.status == "ok" for m in measurements) or not _timed(store, asked)
-        if measurements and tried:
-            # The sweep found nothing to choose here, or was stopped before it could.
-            found = buckets.buckets(m.num_tokens for m in measurements)
-            bucket = buckets.bucket_for(found, num_tokens)
-            there = _at(measurements, bucket)
-            verdict = decide(there, bucket=bucket)
-            if isinstance(verdict, NothingUsable):
-                return asked.unusable(verdict, there)
-            return asked.tuned(verdict, there)
-    return asked.untuned(nearest, mode)
+        here = _here(store, asked, mode)
+    if here is not None and here.status == "tuned":
+        return here
+    answers = tiers.answers(problem, device, routing=routing, timing=mode) if tiers else None
+    elsewhere = answers.find(num_tokens) if answers else None
+    if elsewhere is not None:
+        return asked.answered(elsewhere)
+    if here is not None:
+        return here
+    if tiers is not None and (nearest is None or not nearest.exact):
+        entries = [entry for _, entry in tiers.entries()]
+        nearest = identity.nearest(problem, device, entries, routing)
+    return asked.untuned(nearest, mode, answers.told(num_tokens) if answers else ())
+
+
+def _here(store: Store, asked: _Question, mode: Timing) -> Explanation | None:
+    """What the user's database says by itself; None where it does not know this way of timing."""
+    key = (asked.problem, asked.device, asked.routing)
+    measurements = store.measurements(*key, timing=mode)
+    decisions = store.decisions(*key, timing=mode)
+    decision = next((d for d in decisions if asked.num_tokens in d.bucket), None)
+    if decision is not None:
+        return asked.tuned(decision, _at(measurements, decision.bucket))
+    # What failed before it was timed belongs to every way of timing; where another way was
+    # timed, those rows alone do not mean that this one was tried.
+    tried = any(m.status == "ok" for m in measurements) or not _timed(store, asked)
+    if not measurements or not tried:
+        return None
+    # The sweep found nothing to choose here, or was stopped before it could.
+    found = buckets.buckets(m.num_tokens for m in measurements)
+    bucket = buckets.bucket_for(found, asked.num_tokens)
+    there = _at(measurements, bucket)
+    verdict = decide(there, bucket=bucket)
+    if isinstance(verdict, NothingUsable):
+        return asked.unusable(verdict, there)
+    return asked.tuned(verdict, there)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +156,10 @@ class _Question:
     measured: str | None
 
     def _answer(self, status: str, used: Candidate, why: str, **more: Any) -> Explanation:
+        origin = more.get("origin")
         return Explanation(
             self.problem, self.device, self.num_tokens, self.routing, status, used, why,
-            measured=self.measured, **more,
+            measured=origin.decided if origin else self.measured, **more,
         )  # fmt: skip
 
     def _fallback(self, failed: Collection[str] = ()) -> Candidate:
@@ -138,6 +172,15 @@ class _Question:
             measurements=tuple(found),
         )  # fmt: skip
 
+    def answered(self, found: Found) -> Explanation:
+        """By another tier than the user's database."""
+        decision, rows = found.decision, found.answer.measurements
+        return self._answer(
+            "tuned", decision.winner, decision.why,
+            decision=decision, bucket=decision.bucket, rejected=decision.rejected,
+            measurements=tuple(_at(list(rows), decision.bucket)), origin=found.origin,
+        )  # fmt: skip
+
     def unusable(self, verdict: NothingUsable, found: list[Measurement]) -> Explanation:
         failed = {item.candidate.backend for item in verdict.rejected}
         return self._answer(
@@ -145,15 +188,23 @@ class _Question:
             bucket=verdict.bucket, rejected=verdict.rejected, measurements=tuple(found),
         )  # fmt: skip
 
-    def untuned(self, nearest: identity.Nearest | None, mode: Timing) -> Explanation:
-        if nearest is None:
+    def untuned(
+        self, nearest: identity.Nearest | None, mode: Timing, told: tuple[Found, ...] = ()
+    ) -> Explanation:
+        if told:
+            first = told[0]
+            why = (
+                f"nothing that may decide here is stored; {first.origin.text} have "
+                f"{first.decision.winner.key}, {first.origin.note}"
+            )
+        elif nearest is None:
             why = "the database is empty"
         elif nearest.exact:
             way = ", ".join(f"{name}={value}" for name, value in mode)
             why = f"this layer was measured here, but never with {way}"
         else:
             why = f"nothing is stored for this key; the nearest entry differs: {nearest}"
-        return self._answer("not tuned", self._fallback(), why, nearest=nearest)
+        return self._answer("not tuned", self._fallback(), why, nearest=nearest, told=told)
 
 
 def _timed(store: Store, asked: _Question) -> bool:

@@ -16,6 +16,7 @@ from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RoutingError, field_error
 from autosel.layer_choice import Choice, Chooser, Database, Layouts
 from autosel.layer_place import expert_map_of, place, weights_id
+from autosel.layer_prove import prover
 from autosel.layer_runtime import LayerRuntime
 from autosel.layer_state import PackedModule
 from autosel.routing import route
@@ -144,6 +145,7 @@ class FusedMoE(PackedModule):
             lambda where: source.load(where),
             source.problem,
             source.label,
+            model=source.path if isinstance(source, CheckpointSource) else None,
             ep_rank=ep_rank,
             ep_size=ep_size,
             device=device,
@@ -186,6 +188,7 @@ class FusedMoE(PackedModule):
         problem: Problem,
         label: str,
         *,
+        model: str | None = None,
         ep_rank: int = 0,
         ep_size: int = 1,
         device: str | torch.device = "cpu",
@@ -207,12 +210,12 @@ class FusedMoE(PackedModule):
                 identity.append(weights_id(experts))
             return experts
 
+        on_device = None if chosen is None else chosen.to(where)
         chooser = Chooser(
-            problem, described, db, routing=routing, allow_a8=allow_a8, layouts=layouts
-        )
-        runtime = LayerRuntime(
-            loader, chooser, where, None if chosen is None else chosen.to(where), check=check
-        )
+            problem, described, db, routing=routing, allow_a8=allow_a8, layouts=layouts,
+            model=model, prove=prover(loader, described, on_device) if check else None,
+        )  # fmt: skip
+        runtime = LayerRuntime(loader, chooser, where, on_device, check=check)
         return cls(runtime, label=label, identity=identity[0], **options)
 
     # running ---------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
-"""Which candidate serves a layer at which token counts: the stored decisions made whole.
+"""Which candidate serves a layer at which token counts: what the tiers decide, made whole.
 
-Stored decisions count first; where one was withdrawn, or a sweep was stopped, its stored
-measurements are decided again; what then is left open is served by a default of
-:data:`autosel.fallback.DEFAULTS`.
-Nothing is timed here.
+Decisions of the tiers (:mod:`autosel.tiers`) count first; where one was withdrawn, or a sweep was
+stopped, its tier's measurements are decided again; what then is left open is served by a default
+of :data:`autosel.fallback.DEFAULTS`.
+Nothing is timed here, except that compatible packs are checked once by whoever is asked to.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,15 +30,18 @@ from autosel.core import (
 )
 from autosel.decide import decide
 from autosel.errors import AutoselError, NothingUsableError, StoreError, field_error
-from autosel.explanation import COLD, explain
+from autosel.explanation import explain
 from autosel.fallback import DEFAULTS
 from autosel.interfaces import Backend
 from autosel.store import Store
+from autosel.tiers import Answer, Answers, Tiers, open_tiers
 from autosel.tune_types import SweepSettings
 
 #: ``one``  one packed copy of the weights; ``all``  that of every bucket's winner
 Layouts = Literal["one", "all"]
 Database = str | Path | Store | None
+#: Checks a compatible answer on this machine and keeps what it finds.
+Prove = Callable[[Tiers, Answer], None]
 
 
 class WithdrawnWarning(UserWarning):
@@ -67,28 +70,27 @@ class Chooser:
         routing: str = "uniform",
         allow_a8: bool = False,
         layouts: Layouts = "one",
+        model: str | Path | None = None,
+        prove: Prove | None = None,
     ) -> None:
+        """``model`` is the folder of the layer's model, where a pack may lie; ``prove`` checks a
+        compatible pack's entry on this machine (left out, such packs are not used)."""
         if layouts not in get_args(Layouts):
             wanted = " or ".join(map(repr, get_args(Layouts)))
             raise AutoselError(field_error("FusedMoE", "layouts", repr(layouts), wanted))
         self.problem, self.device = problem, device
         self._db, self._routing, self._allow_a8, self._layouts = db, routing, allow_a8, layouts
         self._failed: dict[Candidate, str] = {}
-        timing = tuple(sorted(COLD.items()))
-        with opened_database(db) as store:
+        with open_tiers(db, model) as tiers:
+            self._answers = self._ask(tiers)
+            for answer in self._answers.unproven:
+                if prove is not None and self._wanted(answer):
+                    prove(tiers, answer)
+                    self._answers = self._ask(tiers)
             try:
-                self._untuned = explain(store, problem, device, 1, routing=routing).why
+                self._untuned = explain(tiers, problem, device, 1, routing=routing).why
             except AutoselError as error:  # rows that do not go together: words are all it costs
                 self._untuned = str(error)
-            known = bool(device.name.strip())  # nothing stored is about an unknown device
-            self._rows = (
-                store.measurements(problem, device, routing, timing=timing) if known else []
-            )
-            self._decisions = (
-                store.decisions(problem, device, routing, timing=timing, allow_a8=allow_a8)
-                if known
-                else []
-            )
 
     def table(self) -> tuple[Choice, ...]:
         """One choice for every M >= 1, sorted, neighbours with one candidate joined.
@@ -117,12 +119,15 @@ class Chooser:
         self._failed[candidate] = f"{status}: {reason}"
         if status == "unsupported" and not choice.tuned:
             return
-        gone = [m for m in self._rows if m.candidate == candidate and m.status == "ok"]
         gone = [
             replace(m, status=status, reason=reason, times_us=(), errors=None, timing=())
-            for m in gone
+            for answer in self._answers.usable
+            for m in answer.measurements
+            if m.candidate == candidate and m.status == "ok" and m.device == self.device
         ]
-        won = [d for d in self._decisions if d.winner == candidate]
+        won = [
+            d for answer in self._answers.usable for d in answer.decisions if d.winner == candidate
+        ]
         known = {m.num_tokens for m in gone}
         gone += [
             Measurement(
@@ -154,17 +159,44 @@ class Chooser:
 
     # inside ----------------------------------------------------------------------------------
 
-    def _decided(self) -> list[Decision]:
-        """Decisions that hold, then those that stored measurements give for what is open."""
-        kept = [d for d in self._decisions if d.winner not in self._failed]
-        counts = {m.num_tokens for m in self._rows}
-        again = [self._decide(bucket) for bucket in buckets(counts)] if counts else []
-        return list(newest_cover([*kept, *(d for d in again if d is not None)]))
+    def _ask(self, tiers: Tiers) -> Answers:
+        return tiers.answers(
+            self.problem, self.device, routing=self._routing, allow_a8=self._allow_a8
+        )
 
-    def _decide(self, bucket: TokenBucket, layout: str | None = None) -> Decision | None:
+    def _wanted(self, answer: Answer) -> bool:
+        """Whether an answer that is not proven yet says something about tokens left open."""
+        covered = self._answers.decisions()
+        return len(newest_cover([*covered, *answer.decisions])) > len(covered)
+
+    def _decided(self) -> list[Decision]:
+        """Each tier's decisions that hold, then those that its measurements give for the rest."""
+        found: list[Decision] = []
+        for answer in self._answers.usable:
+            found += [d for d in answer.decisions if d.winner not in self._failed]
+            counts = {m.num_tokens for m in answer.measurements}
+            again = [self._again(answer, bucket) for bucket in buckets(counts)] if counts else []
+            again += [self._next_best(d) for d in answer.decisions]
+            found += [d for d in again if d is not None]
+        return list(newest_cover(found))
+
+    def _decide(self, bucket: TokenBucket, layout: str) -> Decision | None:
+        """The best in one layout, by the first tier that knows about the bucket."""
+        for answer in self._answers.usable:
+            found = self._again(answer, bucket, layout)
+            decision = answer.at(bucket.low)
+            if found is None and decision is not None:
+                found = self._next_best(decision, layout)
+            if found is not None:
+                return replace(found, bucket=bucket)
+        return None
+
+    def _again(
+        self, answer: Answer, bucket: TokenBucket, layout: str | None = None
+    ) -> Decision | None:
         rows = [
             m
-            for m in self._rows
+            for m in answer.measurements
             if m.num_tokens == bucket.measured and m.candidate not in self._failed
         ]
 
@@ -177,6 +209,35 @@ class Chooser:
         except AutoselError:  # no rows, or rows of several ways of timing: nothing to go by
             return None
         return found if isinstance(found, Decision) else None
+
+    def _next_best(self, decision: Decision, layout: str | None = None) -> Decision | None:
+        """The fastest candidate that a decision names and that may serve, by its figures alone.
+
+        Packs without samples have nothing else. None where it names none.
+        """
+        named = [(decision.winner, decision.winner_us, decision.accuracy)]
+        named += [
+            (r.candidate, r.time_us, r.accuracy)
+            for r in decision.rejected
+            if r.status == "ok" and r.time_us is not None
+        ]
+        fit = [
+            (us, place, candidate, accuracy)
+            for place, (candidate, us, accuracy) in enumerate(named)
+            if candidate not in self._failed
+            and (layout is None or candidate.layout == layout)
+            and (accuracy == "exact" or self._allow_a8)
+        ]
+        if not fit:
+            return None
+        us, _, candidate, accuracy = min(fit)
+        if candidate == decision.winner:
+            return decision
+        why = f"{candidate.key} takes {us:.4g} us; {decision.winner.key} cannot serve here"
+        return replace(
+            decision, winner=candidate, winner_us=us, accuracy=accuracy, runner_up=None,
+            runner_up_us=None, margin=None, margin_interval=None, tie=False, why=why, rejected=(),
+        )  # fmt: skip
 
     def _one_layout(self, decided: list[Decision]) -> list[Decision]:
         """The same buckets, served from one layout: the one that loses least time.

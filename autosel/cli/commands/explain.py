@@ -58,16 +58,18 @@ def command(
     from autosel.cli.target import check_routing, resolve, retype
     from autosel.device import detect
     from autosel.explanation import explain
+    from autosel.tiers import open_tiers
 
     found = resolve(target, layer_options)
     check_routing(routing, found)
     here = detect(device)
     timing = {"cache": cache}
-    with reading(db) as store:
+    model = found.name if found.kind == "checkpoint" else None
+    with reading(db) as store, open_tiers(store, model) as tiers:
         answers = [
             (
                 layer.label,
-                explain(store, layer.problem, here, tokens, routing=routing, timing=timing),
+                explain(tiers, layer.problem, here, tokens, routing=routing, timing=timing),
             )
             for layer in found.layers
         ]
@@ -103,7 +105,7 @@ def _heading(label: str, answer: Explanation) -> list[str]:
 
 def _body(answer: Explanation, again: str) -> list[str | Table]:
     if answer.decision is not None:
-        return [_decision(answer.decision, answer.measured), *_rejected(answer)]
+        return [_decision(answer), *_rejected(answer)]
     # Every reason stands in the table; the sentence would say them all again.
     short = f"none of {len(answer.rejected)} candidates may be chosen"
     parts: list[str | Table] = [f"{answer.status}: {short if answer.rejected else answer.why}"]
@@ -115,7 +117,7 @@ def _body(answer: Explanation, again: str) -> list[str | Table]:
                 f"Nearest entry: {answer.nearest.entry.problem.key}",
             )
         )
-    parts += _rejected(answer)
+    parts += [*_told(answer), *_rejected(answer)]
     looked_for = f"{answer.problem.key} on {answer.device.name} with {answer.routing} routing"
     parts.append(f"looked for: {looked_for}")
     parts.append(f"used instead: {answer.used.key}, the first built-in default that fits")
@@ -124,7 +126,9 @@ def _body(answer: Explanation, again: str) -> list[str | Table]:
     return parts
 
 
-def _decision(decision: Decision, measured: str | None) -> Table:
+def _decision(answer: Explanation) -> Table:
+    decision = answer.decision
+    assert decision is not None
     bucket = decision.bucket
     rows = [
         ("chosen", decision.winner.key),
@@ -133,10 +137,28 @@ def _decision(decision: Decision, measured: str | None) -> Table:
         ("runner-up's time", time_text(decision.runner_up_us)),
         ("margin", margin_text(decision)),
         ("holds for", f"{tokens_text(bucket.label)}; measured at {bucket.measured}"),
-        ("measured", measured or "-"),
+        ("measured", answer.measured or "-"),
         ("why", decision.why),
     ]
+    if answer.origin is not None:
+        rows.append(("from", answer.origin.text))
     return Table(("decision", "value"), rows)
+
+
+def _told(answer: Explanation) -> list[Table]:
+    """What packs say that may not decide here, and every field that keeps them from it."""
+    rows = [
+        (
+            found.origin.tier,
+            found.origin.graded.grade,
+            found.decision.winner.key,
+            time_text(found.decision.winner_us),
+            found.origin.note,
+        )
+        for found in answer.told
+    ]
+    columns = ("not used: results", "grade", "chosen there", ">time", "why not")
+    return [Table(columns, rows)] if rows else []
 
 
 def margin_text(decision: Decision) -> str:
