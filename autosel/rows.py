@@ -57,7 +57,8 @@ class Sweep:
 class StoredDecision:
     """A decision with what it was decided for: device, versions and timing mode.
 
-    ``withdrawn``: a newer measurement says that the winner failed inside the bucket.
+    ``withdrawn``: a newer measurement says that the winner failed inside the bucket. ``id`` is its
+    row number.
     """
 
     decision: Decision
@@ -65,6 +66,7 @@ class StoredDecision:
     mode: Mapping[str, Any]
     created: str
     withdrawn: bool = False
+    id: int = 0
 
 
 _clock_lock = threading.Lock()
@@ -192,7 +194,8 @@ def decision(row: Row) -> StoredDecision:
     )
     device = records.device_from_texts(row["device_spec"], row["versions_spec"])
     mode = json.loads(row["mode"])
-    return StoredDecision(decided, device, mode, row["created"], bool(row["withdrawn"]))
+    withdrawn = bool(row["withdrawn"])
+    return StoredDecision(decided, device, mode, row["created"], withdrawn, row["id"])
 
 
 def entry(row: Row) -> Entry:

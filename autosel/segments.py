@@ -127,6 +127,11 @@ class SegmentTables(Tables):
             begun = [number for table, number in self._pending if table == "sweeps"]
             self._sweeps = list(dict.fromkeys(self._sweeps + begun))
 
+    def _copy_all(self, source: sqlite3.Connection) -> Copier:
+        copier = super()._copy_all(source)
+        self._pending += copier.added
+        return copier
+
     @contextlib.contextmanager
     def _errors(self) -> Iterator[None]:
         with super()._errors():

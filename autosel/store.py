@@ -27,8 +27,9 @@ from autosel.incidents import Incident
 from autosel.plan_rows import StoredPlan
 from autosel.records import Timing
 from autosel.rows import StoredDecision, StoreWarning, Sweep
-from autosel.storefile import Opened, open_database
-from autosel.tables import Row
+from autosel.store_merge import Counts
+from autosel.storefile import Opened, contents, open_database
+from autosel.tables import Row, Tables
 
 __all__ = ["Store", "StoreWarning", "StoredDecision", "Sweep"]
 
@@ -58,6 +59,11 @@ class Store:
         self.notice = opened.notice
         self.segments = opened.segments
         self._tables = opened.tables
+
+    @property
+    def tables(self) -> Tables:
+        """The database underneath, for maintenance."""
+        return self._tables
 
     @classmethod
     def open(
@@ -192,6 +198,16 @@ class Store:
             )
             if not changed:
                 raise StoreError(field_error("sweeps", "id", sweep_id, "a sweep that is running"))
+
+    def merge(self, path: str | Path) -> Counts:
+        """Copy in what the database or the folder of segments at ``path`` has and this store lacks.
+
+        Rows that are here already are not doubled, so merging twice changes nothing; sweeps stay
+        apart; ``path`` stays as it is. Raises StoreError, and changes nothing, for what is missing,
+        damaged, another program's or a newer autosel's.
+        """
+        with contents(path) as source:
+            return self._tables.merge(source)
 
     # reading ---------------------------------------------------------------------------------
 

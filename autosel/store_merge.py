@@ -61,12 +61,13 @@ class Copier:
         dedupe: bool = True,
     ) -> None:
         self.counts = Counts()
+        self.added: list[tuple[str, int]] = []  # in the target
         self._source, self._target, self._dedupe = source, target, dedupe
         self._known: Known = {} if known is None else known
 
     def everything(self) -> Counts:
         """All rows of all tables."""
-        for table in self._tables:
+        for table in self.tables:
             for (number,) in _query(self._source, f"SELECT id FROM {table} ORDER BY id"):
                 self.row(table, number)
         return self.counts
@@ -78,7 +79,7 @@ class Copier:
         """
         place = (table, number)
         if place not in self._known or again:
-            self._known[place] = self._copy(self._tables[table], number)
+            self._known[place] = self._copy(self.tables[table], number)
         return self._known[place]
 
     # inside ----------------------------------------------------------------------------------
@@ -99,7 +100,9 @@ class Copier:
         there = self._find(table, values)
         if there is None:
             self.counts.added[table.name] += 1
-            return self._insert(table, values)
+            added = self._insert(table, values)
+            self.added.append((table.name, added))
+            return added
         self.counts.present[table.name] += 1
         if table.key:
             self._complete(table, there, values)
@@ -138,7 +141,7 @@ class Copier:
             )
 
     @cached_property
-    def _tables(self) -> dict[str, _Table]:
+    def tables(self) -> dict[str, _Table]:
         """Every table with row numbers; those that others refer to come first."""
         sql = "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"
         names = [str(name) for (name,) in _query(self._target, sql)]

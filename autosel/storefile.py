@@ -83,6 +83,15 @@ def open_database(
         )
 
 
+def default_place() -> Path:
+    """Where a store is opened when no path is given; StoreError where there is no such place."""
+    given = os.environ.get(ENVIRONMENT)
+    try:
+        return Path(given).expanduser().absolute() if given else _default_path()
+    except (UnusableError, RuntimeError) as error:
+        raise StoreError(f"database: {error}") from None
+
+
 def _default_path() -> Path:
     folder = Path(platformdirs.user_cache_dir("autosel", appauthor=False))
     if not os.environ.get("XDG_CACHE_HOME"):
@@ -170,6 +179,30 @@ def _inspect(path: Path) -> None:
         # A writer died and left a journal that only a writing connection can replay.
         with contextlib.closing(sqlite_file.connect(path, "rw")) as connection:
             check_content(path, connection, size)
+
+
+@contextlib.contextmanager
+def contents(path: str | Path) -> Iterator[sqlite3.Connection]:
+    """What a database or a folder of segments holds, in memory; it stays as it is.
+
+    Raises StoreError in one line for what is missing, damaged, another program's or a newer
+    autosel's.
+    """
+    place = Path(path).expanduser().absolute()
+    base = place.with_name(place.name.removesuffix(SUFFIX))
+    folder = base.with_name(base.name + SUFFIX)
+    wanted = "a database of autosel or a folder of its segments"
+    if not (place.is_file() or folder.is_dir()):
+        raise StoreError(field_error(f"database {path}", "file", "nothing", wanted))
+    try:
+        found = sqlite_file.read_copy(base) if base.is_file() else in_memory()
+    except (UnusableError, sqlite3.Error, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise StoreError(f"database {path} cannot be read: {reason}") from None
+    if folder.is_dir():
+        SegmentTables(found, folder)
+    with contextlib.closing(found):
+        yield found
 
 
 def _copy_of(path: Path) -> sqlite3.Connection | None:

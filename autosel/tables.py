@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from autosel.errors import StoreError
+from autosel.store_merge import Copier, Counts
 
 Row = dict[str, Any]
 
@@ -26,6 +27,11 @@ class Tables:
         self._pid = os.getpid()
         self._ids: dict[tuple[str, ...], int] = {}
         self._fresh: dict[tuple[str, ...], int] = {}
+
+    @property
+    def connection(self) -> sqlite3.Connection:
+        """For maintenance, inside :meth:`write` where it changes something."""
+        return self._connection
 
     def close(self) -> None:
         # Closing in a forked child would touch the parent's locks.
@@ -84,6 +90,16 @@ class Tables:
         with self._lock, self._errors():
             rows = self._connection.execute(f"{sql} ORDER BY {order}", tuple(wanted.values()))
             return [dict(row) for row in rows]
+
+    def merge(self, source: sqlite3.Connection) -> Counts:
+        """Copy what ``source``, of the newest schema, has and this lacks: all or nothing."""
+        with self.write():
+            return self._copy_all(source).counts
+
+    def _copy_all(self, source: sqlite3.Connection) -> Copier:
+        copier = Copier(source, self._connection)
+        copier.everything()
+        return copier
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

@@ -5,12 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 
 from autosel.cli.report import note
+from autosel.errors import StoreError, field_error
+from autosel.segments import SUFFIX
 from autosel.store import Store
+from autosel.storefile import default_place
 
 
 def reading(db: str | None) -> Store:
     """The store at ``db`` or the usual place; a mistyped path does not make a new file."""
-    if db and db != ":memory:" and not Path(db).exists():
+    if db and db != ":memory:" and not (Path(db).exists() or Path(db + SUFFIX).is_dir()):
         note(f"no database at {db}; a sweep makes one")
         return Store.open(":memory:")
     return Store.open(db)
+
+
+def place_of(db: str | None) -> Path:
+    """The database file or folder of segments at ``db`` or the usual place; StoreError for none."""
+    path = Path(db).expanduser().absolute() if db else default_place()
+    for found in (path, Path(f"{path}{SUFFIX}")):
+        if found.exists():
+            return found
+    raise StoreError(
+        field_error(f"database {path}", "file", "nothing", "a database; a sweep makes one")
+    )

@@ -1,0 +1,1 @@
+"""``autosel db``: one command a file, as in :mod:`autosel.cli.commands`."""
