@@ -34,6 +34,8 @@ class Evidence:
     seed      of the sweep's made-up routing, which says how many experts were hit
     newest    when the newest of it was stored (UTC, ISO 8601); empty where that is not known
     sweeps    the tuning runs that measured some of it, oldest first
+    figures   for a published table, which has no samples: what its numbers are. Its times are
+              drawn, and nothing is claimed about their noise.
     """
 
     label: str
@@ -47,6 +49,7 @@ class Evidence:
     seed: int = 0
     newest: str = ""
     sweeps: tuple[Sweep, ...] = ()
+    figures: str = ""
 
     @property
     def correct(self) -> tuple[Measurement, ...]:

@@ -14,7 +14,7 @@ import autosel
 from autosel.core import Device
 from autosel.errors import AutoselError, field_error
 from autosel.evidence import Evidence
-from autosel.plot_style import Caption, Frame
+from autosel.plot_style import Caption, Frame, new_frame
 from autosel.stats import ranking_quantile
 from autosel.words import device_text, versions_text
 
@@ -99,6 +99,8 @@ def machine_lines(found: Iterable[Evidence]) -> list[str]:
 
 def figure_words(one: Evidence) -> str:
     """Which figure of the samples is shown, in words."""
+    if one.figures:
+        return one.figures
     quantile = ranking_quantile(one.device.kind)
     what = "median" if quantile == 0.5 else f"{quantile:.0%} quantile"
     cache = dict(one.timing).get("cache", "cold")
@@ -162,7 +164,7 @@ def time_axis(axes: Axes, name: str = "Time of one call (log)") -> None:
     axes.set_yticks(ticks, [time_label(tick) for tick in ticks], fontsize=8)
     axes.set_yticks([], minor=True)
     axes.set_ylim(low, high)
-    axes.set_ylabel(name)
+    axes.set_ylabel(name if text_inches(name, 9) < height_inches(axes) else "Time (log)")
 
 
 def time_label(microseconds: float) -> str:
@@ -189,6 +191,13 @@ def shortened(text: str, inches: float, points: float) -> str:
         return text
     head = (room - 1) * 2 // 3
     return f"{text[:head]}…{text[len(text) - (room - 1 - head) :]}"
+
+
+def fitted(size: tuple[float, float], words: Caption, inches: float) -> Frame:
+    """A captioned frame whose free box is ``inches`` high, or less where ``size`` has no room."""
+    frame = new_frame(size, words)
+    spare = frame.inches[1] - inches
+    return new_frame((size[0], size[1] - spare), words) if spare > 0 else frame
 
 
 Legend = Callable[[Any, Any], None]

@@ -11,12 +11,14 @@ import pandas as pd
 
 from autosel.core import Measurement
 from autosel.evidence import Evidence
-from autosel.plot_style import Caption, drawing, new_frame
+from autosel.plot_style import Caption, drawing
 from autosel.plots._common import (
+    NARROW,
     WIDE,
     Kind,
     Options,
     caption,
+    fitted,
     need,
     place_legend,
     text_inches,
@@ -102,14 +104,13 @@ def plot_cost(
     totals = wide.sum(axis=1).sort_values(ascending=False)
     wide = wide.loc[totals.index]
     with drawing():
-        frame = new_frame(size, words or Caption("Where the tuning's time went"))
-        width, height = size
+        words = words or Caption("Where the tuning's time went")
+        # Rows of the legend: two at most where it stands above the axes.
+        frame = fitted(size, words, 0.36 * len(wide) + 0.52 + 0.5 * (size[0] < NARROW))
+        width = float(frame.figure.get_size_inches()[0])
         axes, legend = place_legend(
             frame, set(wide.columns), left=max(text_inches(str(n), 8) for n in wide.index) + 0.1
         )
-        box = axes.get_position()
-        tall = min(box.height, (0.36 * len(wide) + 0.1) / height)
-        axes.set_position((box.x0, box.y1 - tall, box.width, tall))
         left = pd.Series(0.0, index=wide.index)
         for step in wide.columns:
             colour, hatch = STEPS[str(step)]

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from autosel.core import Decision
 from autosel.evidence import Evidence
-from autosel.plot_style import Caption, Style, drawing, new_frame, styles
+from autosel.plot_style import Caption, Style, drawing, styles
 from autosel.plots._common import (
     WIDE,
     Kind,
     Options,
     caption,
     figure_words,
+    fitted,
     need,
     series_name,
     shortened,
@@ -114,12 +116,12 @@ def plot_crossover(
     style = styles(table["series"])
     counts = sorted({count for run in table["counts"] for count in run})
     with drawing():
-        frame = new_frame(size, words or Caption("What is chosen where"))
-        width, height = size
+        words = words or Caption("What is chosen where")
+        frame = fitted(size, words, 0.62 * len(layers) + 0.42)
+        width, height = map(float, frame.figure.get_size_inches())
         names = min(max(text_inches(name, 8) for name in layers) + 0.1, width * 0.3)
         left, bottom = frame.left + names / width, frame.bottom + 0.42 / height
-        tall = min(frame.top - bottom, 0.62 * len(layers) / height)
-        axes = frame.figure.add_axes((left, frame.top - tall, frame.right - left - 0.01, tall))
+        axes = frame.figure.add_axes((left, bottom, frame.right - left - 0.01, frame.top - bottom))
         token_axis(axes, counts)
         axes.set_ylim(len(layers) - 0.5, -0.5)
         axes.grid(visible=False)
@@ -128,17 +130,22 @@ def plot_crossover(
             range(len(layers)), [shortened(name, names - 0.1, 8) for name in layers], fontsize=8
         )
         told: Any = table.to_dict("records")
-        for row in told:
-            _draw_run(axes, row, layers.index(row["layer"]), style[row["series"]])
+        for row, after in zip_longest(told, told[1:]):
+            end = _start(after) if after and after["layer"] == row["layer"] else math.inf
+            _draw_run(axes, row, end, layers.index(row["layer"]), style[row["series"]])
     return frame.figure
 
 
-def _draw_run(axes: Axes, row: Any, y: int, look: Style) -> None:
+def _start(row: Any) -> float:
+    """Where a run begins: at its crossing if that is known, else at its bucket's border."""
+    return float(row["low"] if pd.isna(row["crossing"]) else row["crossing"])
+
+
+def _draw_run(axes: Axes, row: Any, end: float, y: int, look: Style) -> None:
     from matplotlib.patches import Rectangle
 
     left, right = axes.get_xlim()
-    start = max(left, row["low"] if pd.isna(row["crossing"]) else row["crossing"])
-    end = right if pd.isna(row["high"]) else min(right, row["high"] + 1)
+    start, end = max(left, _start(row)), min(right, end)
     nothing = row["series"] == NOTHING
     axes.add_patch(
         Rectangle(
@@ -173,8 +180,8 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
     need(table, "decisions")
     footer = [
         f"Chosen by the {figure_words(found[0])}. A border with a number is where the two lines "
-        "cross between measured token counts; others lie halfway. ?: a tie or too noisy somewhere "
-        "in the run."
+        "cross between measured token counts; others lie halfway. "
+        + ("" if found[0].figures else "?: a tie or too noisy somewhere in the run.")
     ]
     words = caption(found, options, "What is chosen where", f"{found[0].routing} routing", footer)
     return plot_crossover(table, words, options.size)

@@ -284,7 +284,9 @@ def _footer(one: Evidence, table: pd.DataFrame) -> list[str]:
     count = f"{least}" if least == most else f"{least} to {most}"
     cache = dict(one.timing).get("cache", "cold")
     quantile = ranking_quantile(one.device.kind)
-    if quantile == 0.5:
+    if one.figures:
+        shown = f"Lines: {one.figures}; bars: the table's other figures."
+    elif quantile == 0.5:
         shown = f"Lines: median of {count} samples, {cache} caches; bars: the middle half of them."
     else:
         shown = (

@@ -12,13 +12,14 @@ from autosel import samples
 from autosel.core import Decision, Measurement
 from autosel.decide import TIE_LIMIT, TIED, UNSETTLED
 from autosel.evidence import Evidence
-from autosel.plot_style import GREY, Caption, drawing, new_frame
+from autosel.plot_style import GREY, Caption, drawing
 from autosel.plots._common import (
     WIDE,
     Kind,
     Options,
     caption,
     figure_words,
+    fitted,
     height_inches,
     need,
     series_name,
@@ -59,7 +60,7 @@ def noise_data(one: Evidence, num_tokens: int) -> pd.DataFrame:
     """
     outcome = one.outcome(num_tokens)
     right = {m.candidate: m for m in one.at(num_tokens) if m.status == "ok" and m.times_us}
-    if not isinstance(outcome, Decision) or outcome.winner not in right:
+    if one.figures or not isinstance(outcome, Decision) or outcome.winner not in right:
         return pd.DataFrame([], columns=list(NOISE_COLUMNS))
     reasons = {item.candidate: item.reason for item in outcome.rejected}
     winner = samples.estimate(right[outcome.winner])
@@ -106,15 +107,14 @@ def plot_noise(
     need(table, "a decision with timed candidates")
     shown: Any = table.head(SHOWN).to_dict("records")
     with drawing():
-        frame = new_frame(size, words or Caption("Noise and ties"))
-        width, height = size
+        frame = fitted(size, words or Caption("Noise and ties"), 0.42 * len(shown) + 0.52)
+        width, height = map(float, frame.figure.get_size_inches())
         labels = [row["candidate"] for row in shown]
         names = min(max(text_inches(name, 7.5) for name in labels) + 0.1, width * 0.34)
         verdicts = 0.85
         left, bottom = frame.left + names / width, frame.bottom + 0.42 / height
         right = frame.right - verdicts / width
-        tall = min(frame.top - bottom, (0.42 * len(shown) + 0.1) / height)
-        axes = frame.figure.add_axes((left, frame.top - tall, right - left, tall))
+        axes = frame.figure.add_axes((left, bottom, right - left, frame.top - bottom))
         axes.set_xscale("log")
         axes.set_ylim(len(shown) - 0.5, -0.5)
         axes.axvspan(1, 1 + TIE_LIMIT, facecolor="#000000", alpha=0.07, zorder=0)
@@ -170,11 +170,11 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
     one = found[0]
     count = tokens_or_default(one, options.num_tokens)
     table = _table(found, options)
-    need(table, "a decision with timed candidates")
+    need(table, "a decision with raw samples")
     plural = "" if count == 1 else "s"
     more = len(table) - SHOWN
     footer = [
-        f"Markers: {figure_words(one)}, over the chosen one's; bars: 95 % interval of that ratio; "
+        f"Markers: {figure_words(one)}, over the chosen one's; bars: 95% interval of that ratio; "
         f"dots: single samples. Shaded: within {TIE_LIMIT:.0%}, where a rival whose interval does "
         "not clear 1 is a tie and a fixed order decides."
     ]

@@ -12,18 +12,19 @@ from autosel import samples
 from autosel.core import Decision, Measurement
 from autosel.errors import AutoselError, field_error
 from autosel.evidence import Evidence
-from autosel.plot_style import Caption, drawing, new_frame
+from autosel.plot_style import Caption, drawing
 from autosel.plots._common import (
-    NARROW,
     WIDE,
     Kind,
     Options,
     caption,
     figure_words,
+    fitted,
     need,
     series_name,
     shortened,
     text_inches,
+    width_inches,
 )
 from autosel.vllm_names import priority
 
@@ -43,7 +44,8 @@ def speedup_data(found: Sequence[Evidence], baseline: str | None = None) -> pd.D
     """One row for each layer and measured token count; columns: :data:`SPEEDUP_COLUMNS`.
 
     ``speedup`` is the baseline's time over the chosen candidate's, ``low`` to ``high`` its 95 %
-    interval (missing with too few samples) and ``settled`` whether that excludes 1. The baseline is
+    interval (missing with too few samples) and ``settled`` whether that excludes 1 (missing for a
+    table without samples). The baseline is
     ``baseline``'s fastest correct setting, or with None that of the backend which vLLM's fixed
     order takes (:func:`vllm_choice`). Where there is no ratio, ``why`` says so.
 
@@ -94,9 +96,11 @@ def _cell(one: Evidence, num_tokens: int, baseline: str | None) -> dict[str, Any
         cell["why"] = "nothing is chosen here"
     else:
         ratio = samples.estimate(base).over(samples.estimate(winner))
-        interval = ratio.interval(CONFIDENCE)
+        interval = None if one.figures else ratio.interval(CONFIDENCE)
         cell["speedup"] = 1 + ratio.margin
-        if winner.candidate == base.candidate:
+        if one.figures:
+            cell["settled"] = None
+        elif winner.candidate == base.candidate:
             cell |= {"low": 1.0, "high": 1.0, "settled": True}  # the same samples
         elif interval is not None:
             low, high = interval
@@ -127,25 +131,26 @@ def plot_speedup(
     cells: Any = table.set_index(["layer", "num_tokens"]).to_dict("index")
     largest = max(1.25, float(np.nanmax(np.abs(np.log2(table["speedup"].astype(float))))))
     with drawing():
-        frame = new_frame(size, words or Caption("Speed-up over the baseline"))
-        width, height = size
-        wide = frame.inches[0] >= NARROW
+        words = words or Caption("Speed-up over the baseline")
+        frame = fitted(size, words, 0.5 * len(layers) + 0.42)
+        width, height = map(float, frame.figure.get_size_inches())
         names = min(max(text_inches(name, 8) for name in layers) + 0.1, width * 0.3)
         left = frame.left + names / width
         bottom = frame.bottom + 0.42 / height
         bar = 0.95 / width
-        rows_high = min(frame.top - bottom, 0.5 * len(layers) / height)
-        axes = frame.figure.add_axes(
-            (left, frame.top - rows_high, frame.right - left - bar, rows_high)
-        )
+        axes = frame.figure.add_axes((left, bottom, frame.right - left - bar, frame.top - bottom))
+        column = width_inches(axes) / len(counts)
+        points = min(8.0, 8.0 * 0.92 * column / text_inches("1.00?", 8))
+        every = 1 if text_inches(str(counts[-1]), 7) < 0.95 * column else 2
         cmap = _colours()
         x_of = {count: i for i, count in enumerate(counts)}
         for y, layer in enumerate(layers):
             for count, x in x_of.items():
-                _draw_cell(axes, x, y, cells.get((layer, count)), cmap, largest, len(counts))
+                _draw_cell(axes, x, y, cells.get((layer, count)), cmap, largest, points)
         axes.set_xlim(-0.5, len(counts) - 0.5)
         axes.set_ylim(len(layers) - 0.5, -0.5)
-        axes.set_xticks(range(len(counts)), [f"{c:g}" for c in counts], fontsize=8 if wide else 6.5)
+        labels = [str(count) if i % every == 0 else "" for i, count in enumerate(counts)]
+        axes.set_xticks(range(len(counts)), labels, fontsize=7)
         axes.set_yticks(
             range(len(layers)), [shortened(name, names - 0.1, 8) for name in layers], fontsize=8
         )
@@ -157,7 +162,7 @@ def plot_speedup(
 
 
 def _draw_cell(
-    axes: Axes, x: int, y: int, cell: Any, cmap: Any, largest: float, columns: int
+    axes: Axes, x: int, y: int, cell: Any, cmap: Any, largest: float, points: float
 ) -> None:
     from matplotlib.patches import Rectangle
 
@@ -175,8 +180,7 @@ def _draw_cell(
                       edgecolor="#bbbbbb")
         )  # fmt: skip
         return
-    text = f"{cell['speedup']:.2f}" + ("" if cell["settled"] else "?")
-    points = 8 if columns <= 10 else 6.5
+    text = f"{cell['speedup']:.2f}" + ("?" if cell["settled"] is False else "")
     dark = abs(share - 0.5) > 0.33
     axes.text(
         x, y, text, ha="center", va="center", fontsize=points, color="white" if dark else "black"
@@ -218,10 +222,11 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
     need(having, f"layers with a baseline ({why})", f"--baseline of {known}")
     used = " or ".join(sorted(set(table["baseline"].dropna())))
     name = options.baseline or f"vLLM's priority choice ({used})"
+    unsure = "" if found[0].figures else " ?: the 95% interval includes 1."
     footer = [
         "Number: time of the baseline's fastest setting over the chosen candidate's "
-        f"({figure_words(found[0])}); above 1 the chosen one is faster. ?: the 95 % interval "
-        "includes 1. Hatched: no correct time of the baseline."
+        f"({figure_words(found[0])}); above 1 the chosen one is faster.{unsure} "
+        "Hatched: no correct time of the baseline."
     ]
     words = caption(found, options, f"Speed-up over {name}", f"{found[0].routing} routing", footer)
     return plot_speedup(table, words, options.size)
@@ -230,7 +235,7 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
 def _describe(table: pd.DataFrame) -> str:
     """Range of the ratios and where the baseline wins."""
     known = table.dropna(subset=["speedup"])
-    slower = known[(known["speedup"] < 1) & known["settled"]]
+    slower = known[(known["speedup"] < 1) & (known["settled"] != False)]  # noqa: E712 - None is not
     best: Any = known.sort_values("speedup").to_dict("records")[-1]
     return (
         f"Speed-up over {', '.join(sorted(set(known['baseline'])))} in {len(known)} cells: "
