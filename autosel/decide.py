@@ -5,8 +5,8 @@
 with the lowest ranking quantile (:mod:`autosel.stats`) of its undisturbed samples
 (:mod:`autosel.samples`). Candidates of another race, or of unknown origin, cannot be paired with it
 round by round; such a rival counts as slower when a bootstrap interval of their ratio lies above
-``1 + epsilon / 2``, at the same strictness as a race's. What is not slower and near the fastest is a
-tie, and the canonical order decides. Near means within three epsilon, or within four standard
+``1 + epsilon / 2``, at the same strictness as a race's. What is not slower and near the fastest is
+a tie, and the canonical order decides. Near means within three epsilon, or within four standard
 errors where the samples tell less than that, but never more than ``TIE_LIMIT``: the less is known,
 the more it matters that reruns agree. What looks slower than that is never preferred by the order;
 while it is not shown to be slower (at ``confidence``), the decision is marked as a tie as well:

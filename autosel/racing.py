@@ -142,13 +142,13 @@ class Race(Generic[K]):
 
     def contested(self, among: Sequence[K]) -> list[K]:
         """Those that are not yet shown to be within epsilon of everyone in ``among``."""
-        places = [self._place[key] for key in among]
-        these = np.zeros(len(self.keys), dtype=bool)
-        these[places] = True
-        wealth = log_wealth(self._near, self._rounds)
-        open_pairs = (wealth < self._settles[:, None]) & self._rivals & these[:, None] & these
-        open_places = (open_pairs | open_pairs.T).any(axis=1)
-        return [key for key, place in zip(among, places, strict=True) if open_places[place]]
+        if not among:
+            return []
+        here = np.ix_(*[[self._place[key] for key in among]] * 2)
+        wealth = log_wealth(self._near[here], self._rounds[here])
+        open_pairs = (wealth < self._settles[here[0]]) & self._rivals[here]
+        is_open = (open_pairs | open_pairs.T).any(axis=1)
+        return [key for key, more in zip(among, is_open, strict=True) if more]
 
     def logs(self, key: K, other: K) -> tuple[float, ...]:
         """Log-ratios of two candidates over the rounds that both ran in."""
@@ -170,38 +170,40 @@ class Race(Generic[K]):
         self._last = np.where(np.isnan(row), self._last, row)
 
     def _eliminate(self) -> list[K]:
-        limit = -np.log(self._alpha)[:, None]  # [K, 1] of the slower one
-        sign = log_wealth(self._above, self._rounds)
-        gross = np.stack(
-            [
-                gross_log_wealth(above, self._rounds, upper_frequency(*noise))
-                for above, noise in zip(self._gross, self._noise, strict=True)
-            ]
-        )  # [levels, K, K]
-        beaten = (sign >= limit) | (gross >= limit + math.log(len(GROSS))).any(axis=0)
-        out = [key for key in self.alive if (beaten & self._rivals)[self._place[key]].any()]
-        for key in out:
-            place = self._place[key]
-            by = [
-                other for other in self.alive if (beaten & self._rivals)[place, self._place[other]]
-            ]
+        alive = self.alive
+        here = np.ix_(*[[self._place[key] for key in alive]] * 2)
+        rounds, rivals = self._rounds[here], self._rivals[here]  # [A, A] of who is in the race
+        limit = -np.log(self._alpha)[here[0]]  # [A, 1] of the slower one
+        beaten = log_wealth(self._above[here], rounds) >= limit
+        for above, noise in zip(self._gross, self._noise, strict=True):
+            wealth = gross_log_wealth(above[here], rounds, upper_frequency(*noise))
+            beaten |= wealth >= limit + math.log(len(GROSS))
+        beaten &= rivals
+        out: list[K] = []
+        for key, row in zip(alive, beaten, strict=True):
+            by = [other for other, faster in zip(alive, row, strict=True) if faster]
+            by = [other for other in by if other not in out]
             if by:  # else by somebody who went out just now, and whose rival follows
-                rival = min(by, key=lambda other: float(np.mean(self.logs(other, key))))
-                self.eliminated[key] = self._record(key, rival, gross, limit[place, 0])
-        return [key for key in out if key in self.eliminated]
+                rival = min(by, key=lambda other, key=key: float(np.median(self.logs(other, key))))
+                self.eliminated[key] = self._record(key, rival)
+                out.append(key)
+        return out
 
-    def _record(self, key: K, by: K, gross: Floats, limit: float) -> Eliminated[K]:
+    def _record(self, key: K, by: K) -> Eliminated[K]:
         place, rival = self._place[key], self._place[by]
+        alpha = float(self._alpha[place])
         bounds = [self._slower]
-        found = lower_bound(self.logs(key, by), float(self._alpha[place]))
+        found = lower_bound(self.logs(key, by), alpha)
         if found is not None:
             bounds.append(found)
+        rounds = self._rounds[place, rival]
         for level, ratio in enumerate(GROSS):
-            if gross[level, place, rival] >= limit + math.log(len(GROSS)):
+            noise = upper_frequency(*self._noise[level])
+            wealth = gross_log_wealth(self._gross[level, place, rival], rounds, noise)
+            if wealth >= math.log(len(GROSS) / alpha):
                 bounds.append(math.log1p(ratio))
-        return Eliminated(
-            by, int(self._rounds[place, rival]), int(self._samples[place]), math.expm1(max(bounds))
-        )
+        samples = int(self._samples[place])
+        return Eliminated(by, int(rounds), samples, math.expm1(max(bounds)))
 
 
 def _are_times(times_us: Sequence[float]) -> bool:

@@ -8,6 +8,7 @@ millisecond.
 
 from __future__ import annotations
 
+import importlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -59,8 +60,7 @@ def throttle_words(bits: int) -> str:
 
 
 def _queries(uuid: str | None, nvml: Any) -> dict[str, Callable[[], float]]:
-    if nvml is None:
-        import pynvml as nvml  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    nvml = nvml or importlib.import_module("pynvml")
     if not uuid:
         raise LookupError("torch does not tell the device's UUID")
     nvml.nvmlInit()
