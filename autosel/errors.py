@@ -31,6 +31,10 @@ class PackError(AutoselError):
     """A decision pack is damaged, hostile, of another version or not what was asked for."""
 
 
+class RankError(AutoselError):
+    """The ranks of a group disagree, or one of them failed, ended or never came."""
+
+
 class NothingUsableError(AutoselError):
     """No candidate can run this layer here, or none was correct."""
 
