@@ -21,6 +21,7 @@ import argparse
 import csv
 import functools
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -143,6 +144,8 @@ def main() -> int:
     parser.add_argument("--limit", type=float, default=120, help="seconds for a backend on a layer")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if args.jobs > 1:
+        os.environ["OMP_NUM_THREADS"] = "1"  # of the processes to come: they are the parallelism
     device, seen, start = detect(args.device), Counter[str](), time.perf_counter()
     work = functools.partial(
         verify_task, device=device, tokens=tuple(args.tokens), axes=args.axes, seed=args.seed

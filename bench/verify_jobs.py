@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+#: Seconds for a process to start and to make its task's inputs.
+START_S = 60.0
 #: ``(task, steps)`` to ``(step, row)``; a row of None says that the step begins.
 Work = Callable[[Any, Sequence[str]], Iterator[tuple[str, dict[str, Any] | None]]]
 
@@ -53,7 +55,7 @@ def run(
             for connection in wait(list(busy), timeout=1.0):
                 yield from _receive(busy[connection], queue, workers)  # type: ignore[index]
             for worker in [w for w in workers if w.task is not None]:
-                if time.monotonic() - worker.began > limit_s:
+                if time.monotonic() - worker.began > limit_s + START_S * (not worker.step):
                     reason = f"past {limit_s:g} s"
                     yield from _bury(worker, "timeout", reason, queue, workers)
     finally:
@@ -108,9 +110,6 @@ def _start(work: Work) -> _Worker:
 
 
 def _serve(connection: Connection, work: Work) -> None:
-    import torch
-
-    torch.set_num_threads(1)  # the processes are the parallelism
     while True:
         try:
             task, steps = connection.recv()
