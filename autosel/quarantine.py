@@ -43,9 +43,10 @@ class Held:
         """Why it is not tried: one line for a report."""
         last = self.incident
         times = "once" if self.count == 1 else f"{self.count} times"
+        when = f"on {last.created[:10]}" if last.created else "in this sweep"
         return (
-            f"not tried again (--retry-failed does): failed {times}, last on "
-            f"{last.created[:10] or 'this sweep'} at {last.num_tokens} tokens: {last.reason}"
+            f"not tried again (--retry-failed does): failed {times}, last {when} at "
+            f"{last.num_tokens} tokens: {last.reason}"
         )
 
 

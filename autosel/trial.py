@@ -16,16 +16,7 @@ from autosel.interfaces import Backend, Layout, PackedExperts
 from autosel.process_state import ProcessState
 from autosel.residency import Residency
 from autosel.sources import WeightSource
-from autosel.timing import (
-    Call as AnyCall,
-)
-from autosel.timing import (
-    TimedSamples,
-    Timer,
-    TimingSettings,
-    first_call_ms,
-    time_candidates,
-)
+from autosel.timing import TimedSamples, Timer, TimingSettings, first_call_ms, time_candidates
 from autosel.trial_call import Call, Tame
 from autosel.tune_inputs import timed_cases
 from autosel.tune_types import Observer, SweepSettings
@@ -183,6 +174,8 @@ class Bench:
         if verdict.weights_changed:
             self._residency.drop(layout)
         if not verdict:
+            if verdict.fault == "writes_in_bounds":
+                self.spoiled = self.spoiled or "memory of others may be overwritten"
             self._judge_process(verdict.reason)
             errors = verdict.errors or row.errors
             return replace(row, status=verdict.status, reason=verdict.reason, errors=errors)
@@ -243,19 +236,21 @@ class Bench:
                 )
             except CAUGHT as error:
                 rows[candidate] = self._failed(row, error, "pack")
-        blocks = 0
+        blocks, most = 0, settings.rounds * len(calls)
 
         def progress(candidate: Candidate, number: int) -> None:
             nonlocal blocks
             blocks += 1
-            self._observer.timed(num_tokens, blocks, settings.rounds * len(calls))
+            self._observer.timed(num_tokens, blocks, most)
 
+        timer = WatchedTimer(self._timer, {c: k for k, c in calls.items()}, self._announcer())
+        # 8-bit activations end no exact candidate's race unless they may be chosen.
+        whole = self._settings.allow_a8
+        classes = {c: "any" if whole else rows[c].accuracy for c in calls}
         try:
-            timer = WatchedTimer(self._timer, self._before({c: k for k, c in calls.items()}))
-            # 8-bit activations end no exact candidate's race unless they may be chosen.
-            whole = self._settings.allow_a8
-            classes = {c: "any" if whole else rows[c].accuracy for c in calls}
             timed = time_candidates(calls, settings, timer, progress, classes)
+            if blocks < most:  # the race was settled before
+                self._observer.timed(num_tokens, most, most)
             for candidate, samples in timed.items():
                 self._watch(candidate)
                 rows[candidate] = self._with_times(rows[candidate], samples, calls[candidate])
@@ -263,19 +258,18 @@ class Bench:
             self._state.put_back()
         return rows
 
-    def _before(self, owners: dict[Call, Candidate]) -> Callable[[AnyCall], None]:
+    def _announcer(self) -> Callable[[Candidate], None]:
         """What happens ahead of a timed call: it is announced, and others' settings are undone."""
-        last: list[Candidate | None] = [None]
+        last: Candidate | None = None
 
-        def before(call: AnyCall) -> None:
-            candidate = owners.get(call) if isinstance(call, Call) else None
-            if candidate is not None and candidate is not last[0]:
-                last[0] = candidate
+        def announce(candidate: Candidate) -> None:
+            nonlocal last
+            if candidate is not last:
+                last = candidate
                 self._state.put_back(all_settings=False)
-            if candidate is not None:
-                self._watch(candidate)
+            self._watch(candidate)
 
-        return before
+        return announce
 
     def close(self) -> None:
         """Free everything that was packed."""
@@ -296,8 +290,6 @@ class Bench:
         """Note whether others may go on in this process after a failure for ``reason``."""
         if is_poison(reason) or machine:
             self.spoiled = self.spoiled or reason
-        elif "writes outside it" in reason:
-            self.spoiled = self.spoiled or "memory of others may be overwritten"
         elif self._device.torch_device != "cpu":
             try:
                 torch.accelerator.synchronize()

@@ -120,7 +120,10 @@ class Worker:
         self._send(job, step)
         room = self._room()
         limit = self._limits.seconds(step)
-        deadline, beat, counted = time.monotonic() + limit, self._beat.read()[0], time.monotonic()
+        counted = time.monotonic()
+        deadline, beat = counted + limit, self._beat.read()[0]
+        if isinstance(job, Time):
+            deadline += job.settings.wait_quiet_s
         while True:
             message = self._next(step, deadline, TIMING_LOOK_S if timing else LOOK_S, once=True)
             if isinstance(message, Done):

@@ -10,10 +10,13 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
+from typing import Generic, TypeVar
 
 from autosel.core import Scalar
 from autosel.timing import Call, Prepared, Sample, Timer, TimingSettings
+
+K = TypeVar("K", bound=Hashable)
 
 _LAYOUT = struct.Struct("qq")  # times it changed, number of the candidate
 NOBODY = -1
@@ -45,13 +48,17 @@ class Beat:
         os.close(self.fileno)
 
 
-class WatchedTimer:
-    """A :class:`~autosel.timing.Timer` that says whose call comes next, outside what is timed."""
+class WatchedTimer(Generic[K]):
+    """A :class:`~autosel.timing.Timer` that says whose call comes next, outside what is timed.
 
-    def __init__(self, timer: Timer, before: Callable[[Call], None]) -> None:
+    ``owners`` knows whose each call is; ``before`` is told. Calls are known by identity, so that
+    one that timing has let go of is not kept alive here.
+    """
+
+    def __init__(self, timer: Timer, owners: Mapping[Call, K], before: Callable[[K], None]) -> None:
         self._timer = timer
         self._before = before
-        self._made_of: dict[Call, Call] = {}  # prepared call -> the candidate's own
+        self._owners = {id(call): owner for call, owner in owners.items()}
 
     @property
     def quantile(self) -> float:
@@ -75,7 +82,8 @@ class WatchedTimer:
     def prepare(self, call: Call, settings: TimingSettings) -> Prepared:
         self._tell(call)
         prepared = self._timer.prepare(call, settings)
-        self._made_of[prepared.call] = self._made_of.get(call, call)
+        if id(call) in self._owners:
+            self._owners[id(prepared.call)] = self._owners[id(call)]
         return prepared
 
     def sample(self, call: Call, repeats: int) -> Sample:
@@ -86,4 +94,5 @@ class WatchedTimer:
         return self._timer.load()
 
     def _tell(self, call: Call) -> None:
-        self._before(self._made_of.get(call, call))
+        if id(call) in self._owners:
+            self._before(self._owners[id(call)])

@@ -27,7 +27,7 @@ class StepLimits:
     load_s: float = 7200.0
     pack_s: float = 600.0
     first_call_s: float = 600.0
-    verify_s: float = 1200.0
+    verify_s: float = 600.0
     call_s: float = 300.0
     memory_bytes: int | None = None
     processes: int = 256

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -139,9 +140,9 @@ def portable(error: BaseException) -> AutoselError:
                 return error
         except Exception:  # a subclass whose __init__ wants more than the message
             return AutoselError(one_line(error))
-    if isinstance(error, AutoselError):
-        return AutoselError(one_line(error))
-    return AutoselError(f"{type(error).__name__}: {one_line(error)}")
+    made = AutoselError(f"{type(error).__name__}: {one_line(error)}")
+    made.add_note("".join(traceback.format_exception(error))[-8000:])  # shown with --debug
+    return made
 
 
 def pack_backend(backend: Backend) -> bytes:

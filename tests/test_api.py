@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from autosel.tune_types import SweepSettings
 
 EXAMPLE = "ct-w4-g128-sym-mixtral"
 SHORT = SweepSettings(timing=TimingSettings(rounds=2, samples_per_round=2, limit_s=0.05))
+#: In this process: one of its own takes seconds to start.
+HERE = replace(SHORT, isolate=False)
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +80,7 @@ def test_every_checkpoint_and_split_is_found_under_the_key_it_was_stored_with(
         for split in ({}, {"tp_size": 2, "tp_rank": 1}):
             options = {"layer": layer, "db": db, **split}
             result = autosel.sweep(
-                str(checkpoint.path), tokens=[2], backends=["emulation"], settings=SHORT, **options
+                str(checkpoint.path), tokens=[2], backends=["emulation"], settings=HERE, **options
             )
             emulation = [m for m in result.measurements if m.candidate.backend == "emulation"]
             assert emulation
@@ -93,7 +96,7 @@ def test_a_preset_is_tuned_with_made_up_weights(tmp_path: Path) -> None:
     shape = {"experts": 4, "tp": 8, "act_dtype": "float16", "num_bits": 8, "group_size": -1}
     result = autosel.sweep(
         "Granite-3-1B-A400M", tokens=[1], backends=["emulation"], db=tmp_path / "a.db",
-        settings=SHORT, **shape,
+        settings=HERE, **shape,
     )  # fmt: skip
     assert result.problem.intermediate_size == 64
     assert result.problem.w13.num_bits == 8
@@ -151,7 +154,7 @@ def test_a_damaged_shard_stores_no_measurement(example: str, tmp_path: Path) -> 
     shard.write_bytes(bytes(blob))
     with Store.open(tmp_path / "a.db") as db:
         with pytest.raises(CheckpointError) as error:
-            autosel.sweep(folder, tokens=[1], db=db, settings=SHORT)
+            autosel.sweep(folder, tokens=[1], db=db, settings=HERE)
         assert name.rpartition(".")[0] in str(error.value)
         assert db.measurements() == []
 

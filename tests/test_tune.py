@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import residency, tune
+from autosel import quarantine, residency, tune
 from autosel.core import (
     Candidate,
     CanonicalExperts,
@@ -408,9 +408,13 @@ def test_more_tokens_or_another_way_of_timing_measure_only_what_is_new() -> None
         assert len(again.fresh) == 2, "another torch is another machine"
 
 
-def test_what_failed_for_want_of_memory_is_tried_again_later() -> None:
+def test_what_failed_for_want_of_memory_is_tried_again_when_more_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = Clock()
     full = [True]
+    free = [1 << 30]
+    monkeypatch.setattr(quarantine, "free_memory_bytes", lambda device: free[0])
 
     def before(params: Params) -> None:
         if full[0]:
@@ -419,6 +423,8 @@ def test_what_failed_for_want_of_memory_is_tried_again_later() -> None:
     with Store.open(":memory:") as store, registered(big=FakeBackend(clock, before=before)):
         assert isinstance(run(clock, store=store, token_counts=(1,)).outcomes[0], NothingUsable)
         full[0] = False
+        assert isinstance(run(clock, store=store, token_counts=(1,)).outcomes[0], NothingUsable)
+        free[0] <<= 1
         assert run(clock, store=store, token_counts=(1,)).decision(1).winner.backend == "big"
 
 
@@ -657,9 +663,9 @@ def test_a_large_space_is_searched_and_its_best_is_timed_in_full() -> None:
 
     fake = FakeBackend(clock, us, space=space)
     with Store.open(":memory:") as store, registered(fake=fake):
-        result = run(clock, store=store, token_counts=(4,), budget=24)
+        result = run(clock, store=store, token_counts=(4,), trials=24)
         log = Log()
-        run(clock, store=store, token_counts=(4,), budget=24, observer=log)
+        run(clock, store=store, token_counts=(4,), trials=24, observer=log)
     assert log.fresh == []
     good = [m for m in result.measurements if m.status == "ok"]
     assert all(len(m.times_us) == 12 for m in good), "finalists are timed in full"

@@ -76,7 +76,8 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-FAST = ("--limit", "0.05")
+#: In this process: starting another one takes seconds, and the tests of it have their own file.
+FAST = ("--limit", "0.05", "--no-isolate")
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def light(monkeypatch):
 
 
 def test_a_sweep_ends_with_a_decision_and_a_reason_for_everybody(autosel, fakes, example, tmp_path):
-    ran = autosel("sweep", example, "--tokens", "4,1", "--backends", fakes, *FAST)
+    ran = autosel("sweep", example, "--tokens", "4,1", "--backends", fakes, "--limit", "0.05")
     assert ran.status == 0, ran.err
     left_out, _, table = ran.out.partition("chosen")
     assert "left out" in left_out
