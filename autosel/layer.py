@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from autosel import layer_op
 from autosel.canonical import check_experts
-from autosel.core import CanonicalExperts, Problem
+from autosel.core import CanonicalExperts, Plan, Problem
 from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RoutingError, field_error
 from autosel.layer_choice import Choice, Chooser, Database, Layouts
@@ -19,11 +20,16 @@ from autosel.layer_place import expert_map_of, place, weights_id
 from autosel.layer_prove import prover
 from autosel.layer_runtime import LayerRuntime
 from autosel.layer_state import PackedModule
+from autosel.ranks import Ranks
+from autosel.ranks_choice import SharedChooser, exchange
 from autosel.routing import route
 from autosel.routing_spec import RouterSpec
 from autosel.sources import CheckpointSource, WeightSource
 
 __all__ = ["FusedMoE"]
+
+#: The ranks that sum their outputs also decide together.
+AUTO = object()
 
 SharedExperts = Callable[[torch.Tensor], torch.Tensor]
 
@@ -126,6 +132,7 @@ class FusedMoE(PackedModule):
         db: Database = None,
         allow_a8: bool = False,
         layouts: Layouts = "one",
+        plan: Plan | None = None,
         routing: str = "uniform",
         check: bool = True,
         expert_map: torch.Tensor | None = None,
@@ -133,12 +140,17 @@ class FusedMoE(PackedModule):
     ) -> FusedMoE:
         """A layer whose weights ``source`` loads, now and again should a candidate fail later.
 
-        layouts     ``one`` keeps one packed copy of the weights, the one that loses least time
-                    over all token counts; ``all`` keeps that of each bucket's winner
+        layouts     ``one`` keeps the packed copies of the layer's plan; without a plan one copy,
+                    that which loses least time under mixed traffic. ``all`` keeps that of each
+                    bucket's winner
+        plan        counts before the plan in the database (``autosel plan``) or pack
         routing     kind of routing of the decisions to look up
         check       run each candidate once and compare with the reference before it is used
         expert_map  integer ``[num_experts]``: local id of each expert or -1; left out, the ranks
                     of expert parallelism hold equal runs of experts, the first ones one more
+        decide_group  process group whose ranks hold parts of this layer and make it at the same
+                    time: its first rank decides for all of them. Left out, it is ``reduce_group``;
+                    None lets this process decide alone
         options     of the constructor
         """
         return cls._build(
@@ -152,6 +164,7 @@ class FusedMoE(PackedModule):
             db=db,
             allow_a8=allow_a8,
             layouts=layouts,
+            plan=plan,
             routing=routing,
             check=check,
             expert_map=expert_map,
@@ -195,13 +208,21 @@ class FusedMoE(PackedModule):
         db: Database = None,
         allow_a8: bool = False,
         layouts: Layouts = "one",
+        plan: Plan | None = None,
         routing: str = "uniform",
         check: bool = True,
         expert_map: torch.Tensor | None = None,
+        decide_group: Any = AUTO,
         **options: Any,
     ) -> FusedMoE:
-        where, described = place(device)
-        chosen = expert_map_of(problem, ep_rank, ep_size, expert_map)
+        ranks = _ranks(decide_group, options.get("reduce_group"))
+        try:
+            where, described = place(device)
+            chosen = expert_map_of(problem, ep_rank, ep_size, expert_map)
+        except Exception as error:
+            if ranks is not None:
+                exchange(ranks, None, error)  # the other ranks wait for this one
+            raise
         identity: list[str] = []
 
         def loader() -> CanonicalExperts:
@@ -211,10 +232,13 @@ class FusedMoE(PackedModule):
             return experts
 
         on_device = None if chosen is None else chosen.to(where)
-        chooser = Chooser(
-            problem, described, db, routing=routing, allow_a8=allow_a8, layouts=layouts,
+        make = partial(
+            Chooser, problem, described, db, routing=routing, allow_a8=allow_a8, layouts=layouts, plan=plan,
             model=model, prove=prover(loader, described, on_device) if check else None,
         )  # fmt: skip
+        chooser: Chooser | SharedChooser = (
+            make() if ranks is None else SharedChooser(ranks, make, problem, described)
+        )
         runtime = LayerRuntime(loader, chooser, where, on_device, check=check)
         return cls(runtime, label=label, identity=identity[0], **options)
 
@@ -342,6 +366,15 @@ class FusedMoE(PackedModule):
     def extra_repr(self) -> str:
         served = "; ".join(f"{c.bucket.label}: {c.candidate.key}" for c in self.choices)
         return f"{self.problem.key}, {self._runtime.device}, {served}"
+
+
+def _ranks(decide_group: Any, reduce_group: Any) -> Ranks | None:
+    """The ranks that decide together; None for a process that decides alone."""
+    group = reduce_group if decide_group is AUTO else decide_group
+    if group is None:
+        return None
+    ranks = Ranks(group)
+    return ranks if ranks.size > 1 else None
 
 
 def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:

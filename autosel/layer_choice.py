@@ -8,7 +8,6 @@ Nothing is timed here, except that compatible packs are checked once by whoever 
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -23,6 +22,8 @@ from autosel.core import (
     Decision,
     Device,
     Measurement,
+    Plan,
+    PlannedBucket,
     Problem,
     Reason,
     Status,
@@ -32,12 +33,15 @@ from autosel.decide import decide
 from autosel.errors import AutoselError, NothingUsableError, StoreError, field_error
 from autosel.explanation import explain
 from autosel.fallback import DEFAULTS
+from autosel.identity import hardware_differences, version_differences
 from autosel.interfaces import Backend
+from autosel.layer_layouts import by_plan, one_copy
+from autosel.planning import held
 from autosel.store import Store
 from autosel.tiers import Answer, Answers, Tiers, open_tiers
 from autosel.tune_types import SweepSettings
 
-#: ``one``  one packed copy of the weights; ``all``  that of every bucket's winner
+#: ``one``  the copies of the plan, one where there is none; ``all``  that of every bucket's winner
 Layouts = Literal["one", "all"]
 Database = str | Path | Store | None
 #: Checks a compatible answer on this machine and keeps what it finds.
@@ -58,6 +62,19 @@ class Choice:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Why a choice cannot serve, as status and reason of a measurement.
+
+    ``values`` says that the reason lies in this layer's values.
+    """
+
+    choice: Choice
+    status: Status
+    reason: str
+    values: bool = False
+
+
 class Chooser:
     """Makes the table of :class:`Choice` for one layer, and makes it again without what failed."""
 
@@ -70,11 +87,13 @@ class Chooser:
         routing: str = "uniform",
         allow_a8: bool = False,
         layouts: Layouts = "one",
+        plan: Plan | None = None,
         model: str | Path | None = None,
         prove: Prove | None = None,
     ) -> None:
-        """``model`` is the folder of the layer's model, where a pack may lie; ``prove`` checks a
-        compatible pack's entry on this machine (left out, such packs are not used)."""
+        """``plan`` counts before the one that is stored; ``model`` is the folder of the layer's
+        model, where a pack may lie; ``prove`` checks a compatible pack's entry on this machine
+        (left out, such packs are not used)."""
         if layouts not in get_args(Layouts):
             wanted = " or ".join(map(repr, get_args(Layouts)))
             raise AutoselError(field_error("FusedMoE", "layouts", repr(layouts), wanted))
@@ -87,6 +106,7 @@ class Chooser:
                 if prove is not None and self._wanted(answer):
                     prove(tiers, answer)
                     self._answers = self._ask(tiers)
+            self._plan = _checked(plan, problem, device) or self._plan_of(tiers)
             try:
                 self._untuned = explain(tiers, problem, device, 1, routing=routing).why
             except AutoselError as error:  # rows that do not go together: words are all it costs
@@ -99,10 +119,17 @@ class Chooser:
         """
         decided = self._decided()
         if self._layouts == "one":
-            decided = self._one_layout(decided)
+            decided = self._resident(decided)
         choices = [Choice(d.bucket, d.winner, True, d.why) for d in decided]
         choices += self._gaps([d.bucket for d in decided])
         return _joined(sorted(choices, key=lambda choice: choice.bucket.low))
+
+    def settle(self, fault: Fault | None) -> bool:
+        """Whether the table stands; a fault is withdrawn, and the next table is without it."""
+        if fault is None:
+            return True
+        self.withdraw(fault.choice, fault.status, fault.reason, tell_database=not fault.values)
+        return False
 
     def withdraw(
         self, choice: Choice, status: Status, reason: str, *, tell_database: bool = True
@@ -239,31 +266,27 @@ class Chooser:
             runner_up_us=None, margin=None, margin_interval=None, tie=False, why=why, rejected=(),
         )  # fmt: skip
 
-    def _one_layout(self, decided: list[Decision]) -> list[Decision]:
-        """The same buckets, served from one layout: the one that loses least time.
+    def _resident(self, decided: list[Decision]) -> list[Decision]:
+        """The same tokens, served from the copies that the plan keeps resident, or from one."""
+        if self._plan is not None:
+            return by_plan(decided, self._plan, self._decide, self._plannable)
+        rows = [m for answer in self._answers.usable for m in answer.measurements]
+        return one_copy(decided, self._decide, rows)
 
-        The loss is the geometric mean over the buckets of its time against the winner's. Where no
-        layout has a verified candidate for every bucket, the winners stay and more are resident.
-        """
-        layouts = sorted({d.winner.layout for d in decided})
-        if len(layouts) < 2:
-            return decided
-        best: tuple[float, list[Decision]] | None = None
-        for layout in layouts:
-            found = [
-                d if d.winner.layout == layout else self._decide(d.bucket, layout) for d in decided
-            ]
-            whole = [d for d in found if d is not None]
-            if len(whole) < len(decided):
-                continue
-            loss = sum(
-                math.log(d.winner_us / w.winner_us) for d, w in zip(whole, decided, strict=True)
-            )
-            if best is None or loss < best[0]:
-                best = loss, whole
-        if best is None:
-            return decided
-        return [_compared(d, w) for d, w in zip(best[1], decided, strict=True)]
+    def _plannable(self, item: PlannedBucket) -> bool:
+        """Whether a planned candidate may serve: allowed, and not known to fail here."""
+        failed = item.candidate in self._failed or any(
+            m.candidate == item.candidate and m.status != "ok" and m.num_tokens in item.bucket
+            for answer in self._answers.usable
+            for m in answer.measurements
+        )
+        return not failed and (item.accuracy == "exact" or self._allow_a8)
+
+    def _plan_of(self, tiers: Tiers) -> Plan | None:
+        """The plan stored last, else that of the first pack that may decide."""
+        stored = held(tiers.store, self.problem, self.device, self._routing)
+        packed = [a.entry.plan for a in self._answers.usable if a.entry and a.entry.plan]
+        return stored or next(iter(packed), None)
 
     def _gaps(self, covered: list[TokenBucket]) -> Iterator[Choice]:
         """Defaults for the token counts that nothing stored answers for."""
@@ -325,20 +348,23 @@ class Chooser:
         return None
 
 
+def _checked(plan: Plan | None, problem: Problem, device: Device) -> Plan | None:
+    """A caller's plan; AutoselError when it is about another layer or another machine."""
+    if plan is not None and plan.problem != problem:
+        raise AutoselError(field_error("FusedMoE.plan", "layer", plan.problem.key, problem.key))
+    if plan is not None and plan.device != device:
+        differences = (
+            *hardware_differences(device, plan.device),
+            *version_differences(device, plan.device),
+        )
+        found = "; ".join(map(str, differences)) or plan.device.name
+        raise AutoselError(field_error("FusedMoE.plan", "device", found, "this machine"))
+    return plan
+
+
 def layouts_of(choices: Collection[Choice]) -> tuple[str, ...]:
     """Keys of the layouts that a table needs, each once."""
     return tuple(dict.fromkeys(choice.candidate.layout for choice in choices))
-
-
-def _compared(decision: Decision, winner: Decision) -> Decision:
-    if decision.winner == winner.winner:
-        return decision
-    loss = 100 * (decision.winner_us / winner.winner_us - 1)
-    why = (
-        f"{decision.why}; {winner.winner.key} is {loss:.3g} % faster and reads another layout, "
-        "of which one is resident"
-    )
-    return replace(decision, why=why)
 
 
 def _joined(choices: list[Choice]) -> tuple[Choice, ...]:

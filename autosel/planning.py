@@ -13,15 +13,12 @@ from autosel import registry
 from autosel.core import Candidate, Device, Measurement, Plan, Problem, Reason, Workload
 from autosel.decide import Requirement, backends_only
 from autosel.errors import AutoselError, NothingUsableError
-from autosel.explanation import COLD
 from autosel.plans import plan as make_plan
 from autosel.records import Timing
 from autosel.store import Store
+from autosel.tiers import COLD
 from autosel.weight_budget import WeightBudget
 from autosel.workload import DEFAULT, PRESETS
-
-#: Measured with caches as between a model's layers, unless asked for otherwise.
-COLD_CACHES: Timing = tuple(sorted(COLD.items()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +62,7 @@ def plan_layer(
     policy: Policy | None = None,
     *,
     routing: str = "uniform",
-    timing: Timing = COLD_CACHES,
+    timing: Timing = COLD,
     layers: int = 1,
 ) -> Plan:
     """The plan for one kind of layer, from what is stored; nothing is written.
@@ -94,7 +91,7 @@ def plan_model(
     policy: Policy | None = None,
     *,
     routing: str = "uniform",
-    timing: Timing = COLD_CACHES,
+    timing: Timing = COLD,
 ) -> list[Plan | AutoselError]:
     """A plan for each kind of layer of a model, ``(problem, layers of that kind)``; or why not.
 
@@ -161,7 +158,7 @@ def built_in(problem: Problem, device: Device, rows: Sequence[Measurement]) -> s
 
 
 def held(
-    store: Store, problem: Problem, device: Device, routing: str, timing: Timing = COLD_CACHES
+    store: Store, problem: Problem, device: Device, routing: str, timing: Timing = COLD
 ) -> Plan | None:
     """The plan that holds for a layer: the last one stored; None where there is none."""
     if not device.name.strip():
