@@ -184,8 +184,8 @@ class Race(Generic[K]):
             by = [other for other, faster in zip(alive, row, strict=True) if faster]
             by = [other for other in by if other not in out]
             if by:  # else by somebody who went out just now, and whose rival follows
-                rival = min(by, key=lambda other, key=key: float(np.median(self.logs(other, key))))
-                self.eliminated[key] = self._record(key, rival)
+                gaps = {other: float(np.median(self.logs(key, other))) for other in by}
+                self.eliminated[key] = self._record(key, max(by, key=gaps.__getitem__))
                 out.append(key)
         return out
 

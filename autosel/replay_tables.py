@@ -79,8 +79,8 @@ def cells_from_csv(
             columns = reader.fieldnames or []
             for name in (*by, candidate, time_us):
                 if name not in columns:
-                    found = ", ".join(columns) or "none"
-                    raise AutoselError(field_error(where, "columns", found, f"one named {name}"))
+                    there = ", ".join(columns) or "none"
+                    raise AutoselError(field_error(where, "columns", there, f"one named {name}"))
             for number, row in enumerate(reader, 2):
                 if number > MAX_ROWS:
                     raise AutoselError(
@@ -97,10 +97,10 @@ def cells_from_csv(
         raise AutoselError(field_error(where, "rows", "none", "one for each sample"))
     quantile = stats.ranking_quantile(kind)
     cells = []
-    for name, found in tables.items():
+    for name, table in tables.items():
         recorded = {
-            Candidate(key.partition("[")[0], (("label", key),)): list(found[key].values())
-            for key in sorted(found)
+            Candidate(key.partition("[")[0], (("label", key),)): list(table[key].values())
+            for key in sorted(table)
         }
         cells.append(cell(name, recorded, quantile, kind))
     return cells

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import islice
@@ -18,21 +19,24 @@ from autosel import registry
 from autosel.buckets import buckets
 from autosel.ceilings import measure_ceilings
 from autosel.core import Candidate, Decision, Device, Measurement, Params, Status, TokenBucket
+from autosel.deadline import Deadline
 from autosel.decide import NothingUsable, decide
 from autosel.device import detect
 from autosel.failures import CAUGHT, failed
 from autosel.interfaces import Backend, Space
 from autosel.quarantine import Quarantine, code_hash
 from autosel.routing_synthetic import make_routing
-from autosel.search import propose
+from autosel.search import Search
 from autosel.sources import WeightSource
 from autosel.store import Store
 from autosel.timing import Timer, TimingSettings, timer_for
-from autosel.tune_types import Observer, SweepResult, SweepSettings
+from autosel.tune_types import Cut, Observer, SweepResult, SweepSettings
 from autosel.worker_bench import bench_for
 
 #: Parameter settings of one backend that are timed in full. A larger space is searched first.
 FINALISTS = 8
+#: A searched setting whose first sample takes this many times the best one's gets no second.
+HOPELESS = 1.5
 
 
 def sweep(
@@ -88,6 +92,12 @@ class _Sweep:
         self.defaults: set[Candidate] = set()
         self.codes: dict[Candidate, str] = {}  # of each candidate that was attempted
         self.best: dict[str, list[Params]] = {}  # of each searched backend
+        self.deadline = Deadline(
+            settings.budget_s, len(self.buckets), timer.now if timer else time.monotonic
+        )
+        self.cuts: list[Cut] = []
+        self.untried: list[str] = []  # at this token count, for want of time
+        self.is_ready = False  # whether this token count has a candidate that was right
 
     def run(self) -> SweepResult:
         """Everything, token count by token count."""
@@ -119,25 +129,44 @@ class _Sweep:
             measurements=tuple(measurements),
             outcomes=tuple(outcomes),
             ceilings=ceilings,
+            cuts=tuple(self.cuts),
         )
 
     def _measure(self, num_tokens: int) -> list[Measurement]:
         """Every candidate at one token count: stored ones as they are, the others now."""
+        self.deadline.begin()
         stored = self._stored(num_tokens)
+        self.is_ready = any(row.status == "ok" for row in stored.values())
+        self.untried = []
         rows = [
             row
             for backend in self.backends
             for row in self._candidates(backend, num_tokens, stored)
         ]
         ready = [row for row in rows if row.status == "ok" and not row.times_us]
-        timed = self._time(ready, self.settings.timing, num_tokens) if ready else []
+        timing = replace(self.settings.timing, budget_s=self.deadline.timing_s())
+        timed = self._time(ready, timing, num_tokens) if ready else []
         final = {row.candidate: row for row in (*rows, *timed)}
+        self._learn(num_tokens, list(final.values()))
         fresh = [row for row in final.values() if stored.get(row.candidate) is not row]
         if self.store:
             self.store.add_measurements(fresh, self.sweep_id)
         for row in final.values():
             self.observer.measured(row, stored.get(row.candidate) is row)
         return list(final.values())
+
+    def _learn(self, num_tokens: int, rows: list[Measurement]) -> None:
+        """Note what was cut; where time is short, what was fast here is tried first at the next."""
+        unsettled = any(dict(row.timing).get("cut") for row in rows)
+        if self.untried or unsettled:
+            self.cuts.append(Cut(num_tokens, tuple(self.untried), unsettled))
+        if self.deadline.is_set:
+            best: dict[str, float] = {}
+            for row in rows:
+                name = row.candidate.backend
+                best[name] = min(best.get(name, math.inf), *row.times_us, math.inf)
+            order = sorted(self.backends, key=lambda b: best.get(b.name, math.inf))
+            self.backends = tuple(order)
 
     def _candidates(
         self, backend: Backend, num_tokens: int, stored: Mapping[Candidate, Measurement]
@@ -148,7 +177,7 @@ class _Sweep:
             if support:
                 space = backend.space(self.problem, num_tokens, self.device)
                 illegal = space.constraint(space.default)
-                points = list(islice(space, min(FINALISTS + 1, self.settings.budget)))
+                points = list(islice(space, min(FINALISTS + 1, self.settings.trials)))
                 if illegal is None:
                     self.defaults.add(self.bench.candidate(backend, space.default))
         except CAUGHT as error:
@@ -162,7 +191,8 @@ class _Sweep:
             outcome = ("unsupported", f"its default setting is illegal here: {illegal}")
             rows.append(self._unless_known(backend, space.default, num_tokens, outcome, stored))
         if len(points) <= FINALISTS:
-            return rows + [self._attempt(backend, p, num_tokens, stored) for p in points]
+            tried = (self._attempt(backend, p, num_tokens, stored) for p in points)
+            return rows + [row for row in tried if row is not None]
         # A token count is stored as a whole, so that any row of a searched backend means done.
         known = [row for row in stored.values() if row.candidate.backend == backend.name]
         if known and all(self._is_final(row, backend) for row in known):
@@ -193,7 +223,12 @@ class _Sweep:
 
         def evaluate(params: Params) -> float:
             row = self._attempt(backend, params, num_tokens, {})
-            short = self._time([row], quick, num_tokens)[0] if row.status == "ok" else row
+            if row is None:
+                return math.inf
+            best = min((score for score, _ in tried.values()), default=math.inf)
+            limit = HOPELESS * best if best < math.inf else None
+            timing = replace(quick, stop_above_us=limit)
+            short = self._time([row], timing, num_tokens)[0] if row.status == "ok" else row
             score = min(short.times_us, default=math.inf)
             tried[row.candidate] = (score, row if short.times_us else short)
             return score
@@ -201,7 +236,12 @@ class _Sweep:
         self.observer.step("search", num_tokens, Candidate.of(backend.name))
         # What was best at the token count before is a good guess at this one.
         before = self.best.get(backend.name, [])
-        propose(space, self.settings.budget, evaluate, self.settings.seed, seeds=before)
+        search = Search(space, self.settings.trials, self.settings.seed, before)
+        while (params := search.ask()) is not None:
+            search.tell(evaluate(params))
+            if self.is_ready and self.deadline.trying_is_over():
+                self.untried.append(f"{backend.name}: search ended after {len(tried)} settings")
+                break
         ranked = sorted(tried.values(), key=lambda pair: pair[0])
         best = [row for score, row in ranked if score < math.inf][:FINALISTS]
         self.best[backend.name] = [row.candidate.params_dict for row in best[:2]]
@@ -214,7 +254,8 @@ class _Sweep:
         params: Params,
         num_tokens: int,
         stored: Mapping[Candidate, Measurement],
-    ) -> Measurement:
+    ) -> Measurement | None:
+        """Pack, call and verify it, or what is known of it; None when there is no time left."""
         try:
             candidate = self.bench.candidate(backend, params)
             code = code_hash(backend, backend.layout(self.problem, params))
@@ -228,8 +269,12 @@ class _Sweep:
             return known
         if held:
             return self.bench.row(candidate, num_tokens, held.incident.status, held.reason)
+        if self.is_ready and self.deadline.trying_is_over():
+            self.untried.append(candidate.key)
+            return None
         self.bench.load()
         row = self.bench.attempt(candidate, num_tokens)
+        self.is_ready |= row.status == "ok"
         if row.status != "ok":
             self.quarantine.note(row, code, self.bench.step)
         return row

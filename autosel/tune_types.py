@@ -27,7 +27,8 @@ class SweepSettings:
                   every stored key
     backends      names; empty: all
     allow_a8      may a backend that quantises activations to 8 bits win
-    budget        parameter settings tried for each backend and token count
+    trials        parameter settings tried for each backend and token count
+    budget_s      wall time of the sweep, shared among the token counts; None: as long as it takes
     seed          of activations, routing and search
     resume        skip what the store already has for this device, software and way of timing
     retry_failed  try again what is in quarantine (:mod:`autosel.quarantine`)
@@ -41,7 +42,8 @@ class SweepSettings:
     timing: TimingSettings = field(default_factory=TimingSettings)
     backends: tuple[str, ...] = ()
     allow_a8: bool = False
-    budget: int = 32
+    trials: int = 32
+    budget_s: float | None = None
     seed: int = 0
     resume: bool = True
     retry_failed: bool = False
@@ -54,9 +56,13 @@ class SweepSettings:
                 raise AutoselError(
                     field_error("SweepSettings.token_counts", "value", count, "0 or more")
                 )
-        if self.budget < 1:
+        if self.trials < 1:
             raise AutoselError(
-                field_error("SweepSettings.budget", "value", self.budget, "at least 1")
+                field_error("SweepSettings.trials", "value", self.trials, "at least 1")
+            )
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise AutoselError(
+                field_error("SweepSettings.budget_s", "value", self.budget_s, "more than 0")
             )
 
     def tokens(self, device: Device) -> tuple[int, ...]:
@@ -87,6 +93,28 @@ class Observer:
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """What a sweep's time budget left out at one token count.
+
+    ``untried``: candidates that were never packed, and searches that ended early; ``unsettled``:
+    timing stopped before the race was decided, so the decision is the best one so far.
+    """
+
+    num_tokens: int
+    untried: tuple[str, ...]
+    unsettled: bool
+
+    @property
+    def text(self) -> str:
+        parts = []
+        if self.untried:
+            parts.append(f"not tried: {', '.join(self.untried)}")
+        if self.unsettled:
+            parts.append("timing ended before it was settled")
+        return f"out of time at {self.num_tokens} tokens: {'; '.join(parts)}"
+
+
+@dataclass(frozen=True, slots=True)
 class SweepResult:
     """What a sweep measured and decided for one layer.
 
@@ -101,6 +129,7 @@ class SweepResult:
     measurements: tuple[Measurement, ...]
     outcomes: tuple[Decision | NothingUsable, ...]
     ceilings: Ceilings | None = None
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
@@ -52,6 +53,30 @@ def group_size(text: str) -> int:
     if text.lower() in ("channel", "-1"):
         return -1
     return whole_number(text)
+
+
+def duration(text: str) -> float:
+    """``120s``, ``2m``, ``1.5h``: seconds; a unit is required."""
+    found = re.fullmatch(r"(\d{1,6}(?:\.\d{1,6})?)\s*([smh])", text.strip().lower())
+    seconds = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if not seconds:
+        raise click.BadParameter(f"found {text!r}, expected a time such as 120s, 5m or 1h")
+    return seconds
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A wall time, or the number of settings that ``--budget`` meant before there were both."""
+
+    seconds: float | None = None
+    trials: int | None = None
+
+
+def budget(text: str) -> Budget:
+    """A duration; a plain number is the older spelling of ``--trials``."""
+    if text.strip().isdecimal():
+        return Budget(trials=whole_number(text))
+    return Budget(seconds=duration(text))
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict
+import time
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from autosel.cli.group import Command
 from autosel.cli.options import (
+    Budget,
     LayerOptions,
+    budget,
     cache_option,
     db_option,
     device_option,
+    duration,
     layer_options,
     names,
     routing_option,
@@ -25,9 +29,12 @@ from autosel.cli.report import Report, note
 if TYPE_CHECKING:
     from autosel.cli.progress import SweepProgress
     from autosel.cli.target import Target
-    from autosel.core import Device
+    from autosel.core import Device, Plan
     from autosel.store import Store
     from autosel.tune_types import SweepResult, SweepSettings
+
+#: A layer whose turn comes when the budget is used up still gets one candidate a token count.
+_LEAST_BUDGET_S = 0.01
 
 
 @click.command(cls=Command)
@@ -47,8 +54,16 @@ if TYPE_CHECKING:
     help="Let backends that quantise activations to 8 bits win; otherwise they are only reported.",
 )  # fmt: skip
 @click.option(
-    "--budget", type=click.IntRange(1), metavar="N", default=32, show_default=True,
+    "--trials", type=click.IntRange(1), metavar="N", default=32, show_default=True,
     help="Settings tried for each backend and token count.",
+)  # fmt: skip
+@click.option(
+    "--budget", type=budget, metavar="TIME", show_default="as long as it takes",
+    help="Wall time of the sweep, such as 120s or 5m: the best answers so far, and what was cut.",
+)  # fmt: skip
+@click.option(
+    "--wait-quiet", type=duration, metavar="TIME",
+    help="Wait up to this long before each timing for other work to leave the processors.",
 )  # fmt: skip
 @click.option(
     "--seed", type=click.IntRange(0, 2**31 - 1), metavar="N", default=0, show_default=True,
@@ -58,7 +73,24 @@ if TYPE_CHECKING:
     "--limit", type=click.FloatRange(0, 3600, min_open=True), default=4.0, show_default=True,
     metavar="SECONDS", help="Wall time that timing one candidate at one token count may take.",
 )  # fmt: skip
+@click.option(
+    "--step-limit", type=click.FloatRange(0, 86400, min_open=True), default=600.0,
+    show_default=True, metavar="SECONDS",
+    help="Time that packing, the first call with its compilation, or verifying may take each.",
+)  # fmt: skip
+@click.option(
+    "--eager", is_flag=True,
+    help="GPU: time calls as they are launched, not in CUDA graphs; stored apart.",
+)  # fmt: skip
 @click.option("--fresh", is_flag=True, help="Measure again what the database already has.")
+@click.option(
+    "--retry-failed", is_flag=True,
+    help="Try again what failed here before; otherwise it waits until something changes.",
+)  # fmt: skip
+@click.option(
+    "--isolate/--no-isolate", default=True, show_default=True,
+    help="Run candidates in a process of their own, where a crash or hang ends only that one.",
+)  # fmt: skip
 @cache_option
 @device_option
 @db_option
@@ -71,10 +103,16 @@ def command(
     routing: str,
     backends: tuple[str, ...],
     allow_a8: bool,
-    budget: int,
+    trials: int,
+    budget: Budget | None,
+    wait_quiet: float | None,
     seed: int,
     limit: float,
+    eager: bool,
+    step_limit: float,
     fresh: bool,
+    retry_failed: bool,
+    isolate: bool,
     cache: str,
     device: str | None,
     db: str | None,
@@ -91,25 +129,39 @@ def command(
     from autosel.store import Store
     from autosel.timing import TimingSettings
     from autosel.tune_types import SweepSettings
+    from autosel.worker_limits import StepLimits
 
     settings = SweepSettings(
         token_counts=tokens,
         routing=routing,
-        timing=TimingSettings(cache="hot" if cache == "hot" else "cold", limit_s=limit),
+        timing=TimingSettings(
+            cache="hot" if cache == "hot" else "cold",
+            graph=not eager,
+            limit_s=limit,
+            wait_quiet_s=wait_quiet or 0.0,
+        ),
         backends=tuple(registry.get(name).name for name in backends),
         allow_a8=allow_a8,
-        budget=budget,
+        trials=budget.trials if budget and budget.trials else trials,
+        budget_s=budget.seconds if budget else None,
         seed=seed,
         resume=not fresh,
+        retry_failed=retry_failed,
+        isolate=isolate,
+        limits=StepLimits(pack_s=step_limit, first_call_s=step_limit, verify_s=step_limit),
     )
     found = resolve(target, layer_options)
     check_routing(routing, found)
     here = detect(device)
     with Store.open(db) as store, SweepProgress() as progress:
         results, interrupted = _sweep(found, settings, here, store, progress)
+        plans = [
+            _plan(found, result, len(layer.indices), settings, store)
+            for layer, result in zip(found.layers, results, strict=False)
+        ]
         place = str(store.path) if store.path else None
     _say_what_was_kept(progress, place, interrupted, shlex.join(["autosel", *args]))
-    return _report(found, here, results, place, interrupted)
+    return _report(found, here, results, plans, place, interrupted)
 
 
 def _sweep(
@@ -119,15 +171,36 @@ def _sweep(
     from autosel.tune import sweep
 
     results: list[SweepResult] = []
+    began = time.monotonic()
     try:
-        for layer in target.layers:
+        for number, layer in enumerate(target.layers):
             progress.label = layer.label
-            results.append(
-                sweep(layer.source, settings, device=device, store=store, observer=progress)
-            )
+            mine = settings
+            if settings.budget_s is not None:
+                left = settings.budget_s - (time.monotonic() - began)
+                share = max(left / (len(target.layers) - number), _LEAST_BUDGET_S)
+                mine = replace(settings, budget_s=share)
+            results.append(sweep(layer.source, mine, device=device, store=store, observer=progress))
     except KeyboardInterrupt:
         return results, True
     return results, False
+
+
+def _plan(
+    target: Target, result: SweepResult, alike: int, settings: SweepSettings, store: Store
+) -> Plan | None:
+    """The layer's plan made anew with what was measured, and stored."""
+    from autosel import planning, presets
+
+    return planning.renew(
+        store,
+        result.problem,
+        result.device,
+        routing=result.routing,
+        timing=(("cache", settings.timing.cache),),
+        allow_a8=settings.allow_a8,
+        layers=alike or presets.find(target.name).num_moe_layers,
+    )
 
 
 def _say_what_was_kept(
@@ -146,20 +219,27 @@ def _report(
     target: Target,
     device: Device,
     results: list[SweepResult],
+    plans: list[Plan | None],
     place: str | None,
     interrupted: bool,
 ) -> Report:
     from autosel.cli.decisions import left_out_table, outcome_table, why_lines
+    from autosel.cli.plans import copies_line, short_lines
     from autosel.records import decision_dict, measurement_dict
     from autosel.words import problem_text
 
     parts: list[Any] = []
     answers: list[dict[str, Any]] = []
-    for layer, result in zip(target.layers, results, strict=False):
+    for layer, result, plan in zip(target.layers, results, plans, strict=False):
         title = f"{layer.label}: {problem_text(result.problem)}; {result.routing} routing"
         # The decisions come last, where the eye is when the command ends.
         parts += [left_out_table(result.outcomes), outcome_table(result.outcomes, title)]
         parts += why_lines(result.outcomes)
+        if result.decisions:
+            parts.append(copies_line(result.decisions, result.measurements))
+        if plan is not None:
+            parts += short_lines(plan)
+        parts += [cut.text for cut in result.cuts]
         answers.append(
             {
                 "layer": layer.label,
@@ -169,11 +249,13 @@ def _report(
                 "routing": result.routing,
                 "ceilings": asdict(result.ceilings) if result.ceilings else None,
                 "decisions": [decision_dict(item) for item in result.decisions],
+                "plan": None if plan is None else plan.to_dict(),
                 "nothing_usable": [
                     {"bucket": asdict(item.bucket), "why": item.why}
                     for item in result.outcomes
                     if item not in result.decisions
                 ],
+                "cut": [{**asdict(cut), "text": cut.text} for cut in result.cuts],
                 "measurements": [measurement_dict(item) for item in result.measurements],
             }
         )

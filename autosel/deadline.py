@@ -1,0 +1,47 @@
+"""A sweep's wall time, shared among its token counts.
+
+Each token count gets an equal part of what is left when it begins, so that what one does not use
+goes to the rest. Of its part at most :data:`TRYING` goes to packing, verifying and searching, which
+decide nothing, and what is then left to timing. What cannot be interrupted (a compilation, one
+call) may overrun; a token count never ends without having tried until one candidate was right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+#: Share of a token count's time after which nothing further is packed, verified or searched.
+TRYING = 0.6
+#: Timing gets at least this much, seconds: one sample of each that is ready.
+LEAST_S = 0.05
+
+
+class Deadline:
+    """``budget_s`` seconds from now on for ``shares`` token counts; None: as long as it takes."""
+
+    def __init__(self, budget_s: float | None, shares: int, now: Callable[[], float]) -> None:
+        self._now = now
+        self._shares = shares
+        self._end = None if budget_s is None else now() + budget_s
+        self._began = self._until = now()
+
+    @property
+    def is_set(self) -> bool:
+        return self._end is not None
+
+    def begin(self) -> None:
+        """The next token count's turn."""
+        self._began = self._now()
+        if self._end is not None:
+            left = max(self._end - self._began, 0.0)
+            self._until = self._began + left / max(self._shares, 1)
+        self._shares -= 1
+
+    def trying_is_over(self) -> bool:
+        """Whether this token count should now time what is ready, and try nothing further."""
+        spent = self._now() - self._began
+        return self.is_set and spent >= TRYING * (self._until - self._began)
+
+    def timing_s(self) -> float | None:
+        """Seconds that timing may take; None: no limit."""
+        return max(self._until - self._now(), LEAST_S) if self.is_set else None
