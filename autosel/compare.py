@@ -3,6 +3,8 @@
 An error is measured in units of what rounding explains: for every output element
 :mod:`autosel.error_scale` gives the standard deviation of a correct kernel's error, and the
 limits below are multiples of it. Nothing is a guess about a shape, an activation or a router.
+Outputs of a token that err together (weights of one sign) are one draw rather than many: the
+limits of a token and of a whole output then move towards that of a single element.
 
 How the limits were set: the emulation in the act dtype (``reference.moe(rounded=True)``), which
 rounds wherever a kernel may, stands at 0.4 to 0.65 as a root mean square, below 1 on its worst
@@ -19,31 +21,17 @@ from dataclasses import dataclass
 
 import torch
 
-from autosel.core import AccuracyClass, ErrorFigures, Status
+from autosel.core import AccuracyClass, CertifiedCase, ErrorFigures, Limits, Status
 from autosel.dtypes import torch_dtype
-from autosel.error_scale import Rounding
+from autosel.error_scale import Judged, Rounding
 from autosel.errors import AutoselError, field_error
 
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The most that the error may be, in units of the error scale.
-
-    rms      root mean square over the whole output
-    token    root mean square over the worst token
-    element  the largest single element
-    """
-
-    rms: float
-    token: float
-    element: float
-
-
 LIMITS: dict[AccuracyClass, Limits] = {
-    "exact": Limits(rms=2.0, token=3.0, element=8.0),
+    "exact": Limits(rms=2.0, token=3.0, element=8.0, bias=0.08),
     # Kernels differ in how they find the scale of a row (percentiles of its range, asymmetric
-    # codes), which the error scale does not know.
-    "a8": Limits(rms=2.5, token=4.0, element=10.0),
+    # codes), which the error scale does not know; and errors of 8 bits are large enough for the
+    # activation's curvature to turn some of them into a bias.
+    "a8": Limits(rms=2.5, token=4.0, element=10.0, bias=0.2),
 }
 
 #: The most that :mod:`autosel.audit` may find against a single weight. The largest of 10**9 normal
@@ -66,7 +54,10 @@ class Verdict:
     None without an audit. ``repeatable`` says that a second run gave the same bits, None if there
     was none.
     ``weights_changed`` says that the candidate wrote into its packed weights, which are then
-    spoiled for others. ``cases`` are the names of the cases that were run.
+    spoiled for others. ``cases`` are the names of the cases that were run, ``results`` what came
+    of each, ``runs`` the number of calls. ``bias`` is the mean error towards zero in units of the
+    error scale. ``fault`` is the property (:data:`autosel.core.PROPERTIES`) that a side effect
+    broke, ``missed`` those that optional cases cost.
     """
 
     status: Status
@@ -77,6 +68,11 @@ class Verdict:
     repeatable: bool | None = None
     weights_changed: bool = False
     cases: tuple[str, ...] = ()
+    results: tuple[CertifiedCase, ...] = ()
+    bias: float | None = None
+    fault: str = ""
+    missed: tuple[str, ...] = ()
+    runs: int = 0
 
     def __bool__(self) -> bool:
         return self.status == "ok"
@@ -90,12 +86,14 @@ def compare(
     act_dtype: str,
     scale: torch.Tensor | None = None,
     overflows: torch.Tensor | bool = False,
+    shared: torch.Tensor | None = None,
 ) -> Verdict:
     """Judge ``out`` ``[M, H]`` in the act dtype against ``ref`` ``[M, H]`` in float32 or float64.
 
     scale      error scale ``[M, H]`` of the same accuracy class; without it the error is taken
                relative to the size of each reference row
     overflows  True, or bool ``[M]``: the layer has numbers that do not fit the act dtype
+    shared     ``[M]``: share of each token's error that its outputs have in common
 
     The status is ok, wrong or nonfinite; nonfinite never depends on a difference with NaN. A
     reference that is not finite itself cannot judge and raises AutoselError.
@@ -119,12 +117,27 @@ def compare(
     figures = error_figures(error, ref)
     # No rounding can explain an error where the scale is 0, and no error needs explaining.
     units = torch.where(error == 0, 0.0, error.abs() / scale.double())  # [M, H]
-    checks = _checks(units, LIMITS[accuracy])
+    checks = _checks(units, LIMITS[accuracy], shared)
     where, found, limit = max(checks, key=lambda check: check[1] / check[2])
     if found <= limit:
         return Verdict("ok", "", figures, found / limit)
-    reason = field_error(where, "error over rounding", f"{found:.3g}", f"at most {limit:g}")
+    reason = field_error(where, "error over rounding", f"{found:.3g}", f"at most {limit:.3g}")
     return Verdict("wrong", reason, figures, found / limit)
+
+
+def compare_judged(
+    out: torch.Tensor, judged: Judged, *, accuracy: AccuracyClass, act_dtype: str
+) -> Verdict:
+    """:func:`compare` with everything that is known about one judged input."""
+    return compare(
+        out,
+        judged.reference,
+        accuracy=accuracy,
+        act_dtype=act_dtype,
+        scale=judged.scales[accuracy],
+        overflows=judged.overflows,
+        shared=judged.shared[accuracy],
+    )
 
 
 def nominal_scale(ref: torch.Tensor, accuracy: AccuracyClass, act_dtype: str) -> torch.Tensor:
@@ -168,16 +181,22 @@ def _require_finite(name: str, values: torch.Tensor) -> None:
         raise AutoselError(field_error(name, "values", f"{unusable} not finite", "finite"))
 
 
-def _checks(units: torch.Tensor, limits: Limits) -> list[tuple[str, float, float]]:
+def _checks(
+    units: torch.Tensor, limits: Limits, shared: torch.Tensor | None
+) -> list[tuple[str, float, float]]:
     """(where, found, limit) of the three limits."""
     tokens = units.square().mean(dim=-1).sqrt()  # [M]
-    token = int(tokens.argmax())
+    part = torch.zeros_like(tokens) if shared is None else shared.to(tokens)
+    bounds = (limits.token**2 + part * (limits.element**2 - limits.token**2)).sqrt()  # [M]
+    token = int((tokens / bounds).argmax())
     place = int(units.argmax())
     row, column = divmod(place, units.shape[-1])
+    # What all outputs of a token share does not average out over them, only over tokens.
+    spare = float(part.mean()) * (limits.element**2 - limits.rms**2) / len(tokens)
     return [
-        (f"token {token}", float(tokens[token]), limits.token),
+        (f"token {token}", float(tokens[token]), float(bounds[token])),
         (f"token {row} output {column}", float(units[row, column]), limits.element),
-        ("all tokens", float(tokens.square().mean().sqrt()), limits.rms),
+        ("all tokens", float(tokens.square().mean().sqrt()), math.sqrt(limits.rms**2 + spare)),
     ]
 
 

@@ -8,7 +8,8 @@ larger and would hide real faults. A derivative carries them through the activat
 Places counted, with u the unit roundoff: weights (and their scales or zero terms where those
 change type), first GEMM's output, activation, second GEMM's output, router weight, the sum over
 slots, the result; and float32 accumulation. Class ``a8`` adds the 8-bit rounding of each GEMM's
-input, one scale a row.
+input, one scale a row: an error of an input is the same for all outputs and all experts of its
+token, so where weights are alike (:mod:`autosel.coherence`) these add up by size, not by square.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 
 from autosel.activations import activate
 from autosel.canonical import expert_zeros, group_index
+from autosel.coherence import Leading
 from autosel.core import AccuracyClass, Activation, CanonicalExperts, QuantWeight, Routing
 from autosel.dtypes import torch_dtype
 from autosel.reference import checked_input, exact_arithmetic, routed_parts
@@ -65,20 +67,33 @@ class Judged:
     scales     per accuracy class, ``[M, H]``: standard deviation of a correct kernel's output
     overflows  bool ``[M]``: some number on the way does not fit the act dtype, though the
                reference is finite
+    shared     per accuracy class, ``[M]``: share of a token's error that all its outputs have in
+               common, 0 to 1. Outputs that err together are one draw, not many
+    shifts     each ``[M, H]``: the error that one way of rounding the weights has, always the same
     """
 
     reference: torch.Tensor
     scales: Mapping[AccuracyClass, torch.Tensor]
     overflows: torch.Tensor
+    shared: Mapping[AccuracyClass, torch.Tensor]
+    shifts: tuple[torch.Tensor, ...]
+
+    def rows(self, index: slice | torch.Tensor) -> Judged:
+        """What is right for some of the tokens."""
+        return Judged(
+            self.reference[index],
+            {name: scale[index] for name, scale in self.scales.items()},
+            self.overflows[index],
+            {name: share[index] for name, share in self.shared.items()},
+            tuple(shift[index] for shift in self.shifts),
+        )
 
     def split(self, counts: Iterable[int]) -> Iterator[Judged]:
         """One for each run of ``counts`` tokens, for inputs that were judged together."""
         start = 0
         for count in counts:
-            rows = slice(start, start + count)
+            yield self.rows(slice(start, start + count))
             start += count
-            scales = {name: scale[rows] for name, scale in self.scales.items()}
-            yield Judged(self.reference[rows], scales, self.overflows[rows])
 
 
 def error_scale(
@@ -119,7 +134,8 @@ def judge(
     largest = torch.finfo(act_dtype).max
     x = checked_input(x, problem.hidden_size, dtype)
     total = torch.zeros(x.shape, dtype=dtype, device=x.device)  # [M, H] sum of slots
-    variances = [torch.zeros_like(total) for _ in accuracies]
+    sums = {accuracy: _Sums.zero(total) for accuracy in accuracies}
+    shifts = [torch.zeros_like(total) for _ in SYSTEMATIC]
     overflows = torch.zeros(len(x), dtype=torch.bool, device=x.device)  # [M]
     smallest = torch.full((), torch.inf, dtype=dtype, device=x.device)
     with exact_arithmetic(x.device):
@@ -128,6 +144,7 @@ def judge(
                 experts.w13, part.expert, part.w13(dtype), problem.act_dtype, rounding
             )
             second = NoisyGemm(experts.w2, part.expert, part.w2(dtype), problem.act_dtype, rounding)
+            together = {gemm: Leading.of(gemm.weight) for gemm in (first, second)}
             for tokens, weights in part.rows():
                 weight = weights.to(dtype).unsqueeze(1)  # [R, 1]
                 rows, entering = x[tokens], torch.zeros_like(x[tokens])  # [R, H]
@@ -145,14 +162,40 @@ def judge(
                 leaving = 2 * rounding.variance(y * factor)
                 h_own, y_own = first.variance(rows, h), second.variance(a, y)
                 smallest = smallest.minimum(torch.minimum(h_own.min(), y_own.min()))
-                for variance, accuracy in zip(variances, accuracies, strict=True):
-                    carried = slope.square() * (h_own + first.carried(rows, entering, accuracy))
-                    inner = sum(carried.chunk(problem.num_shards, dim=-1), rounding.variance(a))
-                    y_variance = y_own + second.carried(a, inner, accuracy)
-                    variance.index_add_(0, tokens, factor.square() * y_variance + leaving)
+
+                def onto_activation(
+                    at_h: torch.Tensor, shards: int = problem.num_shards
+                ) -> torch.Tensor:
+                    """``[..., s*I]`` to ``[..., I]``: gate and up meet in one activation."""
+                    return torch.stack(at_h.chunk(shards, dim=-1)).sum(dim=0)
+
+                for shift, kind in zip(shifts, SYSTEMATIC, strict=True):
+                    at_h, at_y = first.systematic(kind, rows), second.systematic(kind, a)
+                    if at_h is not None:
+                        moved = onto_activation(slope * at_h) @ second.weight.T
+                        shift.index_add_(0, tokens, factor * moved)
+                    if at_y is not None:
+                        shift.index_add_(0, tokens, factor * at_y)
+                for accuracy, sum_ in sums.items():
+                    coming = first.incoming(rows, entering, accuracy)  # [R, H]
+                    carried = slope.square() * (h_own + coming @ first.square.T)
+                    inner = onto_activation(carried) + rounding.variance(a)  # [R, I]
+                    inner = second.incoming(a, inner, accuracy)
+                    sum_.variance.index_add_(
+                        0, tokens, factor.square() * (y_own + inner @ second.square.T) + leaving
+                    )
+                    common = together[second].variances(inner).sum(dim=1)  # [R]
+                    sum_.common.index_add_(0, tokens, factor.square().squeeze(1) * common)
+                    if bool(coming.any()):
+                        size = together[first].variances(coming)  # [R, r]
+                        reach = torch.zeros_like(rows)  # [R, H] variance
+                        for place, direction in enumerate(together[first].directions.T):
+                            moved = onto_activation(slope * direction) @ second.weight.T
+                            reach += size[:, place : place + 1] * moved.square()
+                        sum_.amplitude.index_add_(0, tokens, factor.abs() * reach.sqrt())
         last = rounding.variance(total)
-        scales = [(variance + (variance > 0) * last).sqrt() for variance in variances]
-    finite = all(bool(scale.isfinite().all()) for scale in scales)
+        found = {accuracy: sum_.finished(last) for accuracy, sum_ in sums.items()}
+    finite = all(bool(scale.isfinite().all()) for scale, _ in found.values())
     if dtype == torch.float32 and (smallest < FLOAT32_SAFE or not finite):
         return judge(
             x,
@@ -163,7 +206,37 @@ def judge(
             dtype=torch.float64,
         )
     overflows |= (total.abs() > largest).any(dim=-1)
-    return Judged(total, dict(zip(accuracies, scales, strict=True)), overflows)
+    return Judged(
+        total,
+        {accuracy: scale for accuracy, (scale, _) in found.items()},
+        overflows,
+        {accuracy: shared for accuracy, (_, shared) in found.items()},
+        tuple(shifts),
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sums:
+    """Over the slots of each token: variance ``[M, H]`` of independent errors, amplitude ``[M, H]``
+    of those that all slots and outputs share, common ``[M]`` of the variance that outputs share."""
+
+    variance: torch.Tensor
+    amplitude: torch.Tensor
+    common: torch.Tensor
+
+    @staticmethod
+    def zero(like: torch.Tensor) -> _Sums:
+        return _Sums(torch.zeros_like(like), torch.zeros_like(like), torch.zeros_like(like[:, 0]))
+
+    def finished(self, last: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scale ``[M, H]`` and shared part ``[M]``, with the variance of the last rounding."""
+        together = self.amplitude.square()
+        variance = self.variance + together
+        variance = variance + (variance > 0) * last
+        whole = variance.sum(dim=1)  # [M]
+        common = self.common + together.sum(dim=1)
+        shared = torch.where(whole > 0, common / whole, 0.0).clamp(max=1.0)
+        return variance.sqrt(), shared
 
 
 class NoisyGemm:
@@ -221,14 +294,20 @@ class NoisyGemm:
         y = rows @ self.weight.T
         return y if self.bias is None else y + self.bias
 
+    def incoming(
+        self, rows: torch.Tensor, variance: torch.Tensor, accuracy: AccuracyClass
+    ) -> torch.Tensor:
+        """Variance ``[R, K]`` of the inputs ``rows`` as this GEMM sees them."""
+        if accuracy == "a8":
+            step = rows.abs().amax(dim=-1, keepdim=True) / INT8_MAX  # [R, 1]
+            variance = variance + step.square() / 12
+        return variance
+
     def carried(
         self, rows: torch.Tensor, variance: torch.Tensor, accuracy: AccuracyClass
     ) -> torch.Tensor:
         """Variance ``[R, N]`` that inputs ``rows`` ``[R, K]`` with theirs bring along."""
-        if accuracy == "a8":
-            step = rows.abs().amax(dim=-1, keepdim=True) / INT8_MAX  # [R, 1]
-            variance = variance + step.square() / 12
-        return variance @ self.square.T
+        return self.incoming(rows, variance, accuracy) @ self.square.T
 
     def variance(self, rows: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Variance ``[R, N]`` that this GEMM's own rounding adds to its outputs ``y``."""

@@ -9,7 +9,7 @@ import torch
 from autosel.canonical import dequantize_expert
 from autosel.core import CanonicalExperts, Routing
 from autosel.dtypes import torch_dtype
-from autosel.error_scale import Judged, judge
+from autosel.error_scale import judge
 from autosel.expert_map import local_map
 from autosel.routing_synthetic import make_routing
 from autosel.verify_cases import Case
@@ -48,18 +48,11 @@ def timed_cases(
         # As fine as verification's own cases: float32 is enough for 16-bit activations.
         dtype=torch.float64 if problem.act_dtype == "float32" else torch.float32,
     )
-    cases = {}
-    start = 0
-    for count, x, routed in zip(counts, xs, routings, strict=True):
-        rows = slice(start, start + count)
-        start += count
-        part = Judged(
-            judged.reference[rows],
-            {name: scale[rows] for name, scale in judged.scales.items()},
-            judged.overflows[rows],
-        )
-        cases[count] = Case(f"{routing} M={count}", x, routed, expert_map, part)
-    return cases
+    parts = judged.split(len(x) for x in xs)
+    return {
+        count: Case(f"{routing} M={count}", x, routed, expert_map, part)
+        for count, x, routed, part in zip(counts, xs, routings, parts, strict=True)
+    }
 
 
 def _input_size(experts: CanonicalExperts) -> float:

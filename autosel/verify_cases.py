@@ -2,30 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from autosel.canonical import dequantize_expert
-from autosel.core import AccuracyClass, CanonicalExperts, Problem, Routing
+from autosel.core import AccuracyClass, Activation, CanonicalExperts, Routing
 from autosel.dtypes import torch_dtype
 from autosel.error_scale import Judged, judge
 from autosel.expert_map import local_map
-from autosel.routing_synthetic import NOWHERE, make_routing
+from autosel.reference import moe
+from autosel.verify_recipes import LARGE_NUMBERS, SPECIAL, Plan, Recipe, drawn, uniform
 
 #: Token counts around the borders where kernels change their path.
 TOKEN_COUNTS = (1, 2, 17, 64)
 
-#: Rows that each local expert gets in the case that visits them all.
-ROWS_PER_EXPERT = 2
+#: What who may win is judged on besides: block edges and their neighbours, primes.
+FULL_TOKEN_COUNTS = (
+    *(1, 2, 3, 4, 5, 7, 8, 9, 13, 15, 16, 17, 31, 32, 33),
+    *(63, 64, 65, 97, 127, 128, 129),
+)
+
+#: The largest bucket edge that joins them; above, the timed call itself is what is judged.
+LARGEST_EDGE = 512
+
+#: Kinds of routing judged beside the uniform one.
+ROUTINGS = ("uniform", "zipf", "one_hot", "all_but_one")
+
+#: Another activation that a kernel may have taken for this one, too near to it for any limit.
+RIVALS = {
+    "gelu": "gelu_tanh",
+    "gelu_tanh": "gelu",
+    "gelu_no_mul": "gelu_tanh_no_mul",
+    "gelu_tanh_no_mul": "gelu_no_mul",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Case:
     """One judged call: ``x`` ``[M, H]`` in the act dtype, GLOBAL routing and what is right.
 
-    ``independent`` says that the tokens differ, so that their rounding errors do too.
+    independent  the tokens differ and are of usual size, so that what they say about single
+                 weights and about the sign of errors may be added up
+    kind         how tokens are routed, in a word
+    proves       property (:data:`autosel.core.PROPERTIES`) that needs this case to be right
+    optional     being wrong here costs that property and is no verdict
+    rival        what another activation (:data:`RIVALS`) would add to the reference, ``[M, H]``
     """
 
     name: str
@@ -34,13 +57,27 @@ class Case:
     expert_map: torch.Tensor | None
     judged: Judged
     independent: bool = True
+    kind: str = "uniform"
+    proves: str = ""
+    optional: bool = False
+    rival: torch.Tensor | None = None
+
+    def rows(self, index: torch.Tensor) -> Case:
+        """The same for some of the tokens, int64 ``[R]``, as a call of its own."""
+        routing = Routing(self.routing.topk_ids[index], self.routing.topk_weights[index])
+        return replace(self, x=self.x[index], routing=routing, judged=self.judged.rows(index))
+
+
+def full_token_counts(edges: Iterable[int] = ()) -> tuple[int, ...]:
+    """:data:`FULL_TOKEN_COUNTS` and the ``edges`` of a sweep's buckets that are not too large."""
+    return tuple(sorted({*FULL_TOKEN_COUNTS, *(m for m in edges if 0 < m <= LARGEST_EDGE)}))
 
 
 def make_cases(
     experts: CanonicalExperts,
     *,
     token_counts: Sequence[int] = TOKEN_COUNTS,
-    routings: Sequence[str] = ("uniform", "one_hot", "all_but_one"),
+    routings: Sequence[str] = ROUTINGS,
     rank: int = 0,
     seed: int = 0,
     accuracies: Sequence[AccuracyClass] = ("exact", "a8"),
@@ -48,129 +85,94 @@ def make_cases(
 ) -> list[Case]:
     """Judged inputs on the experts' device: every expert is hit, every kind of slot occurs.
 
-    uniform at each of ``token_counts``; the other ``routings`` at the largest of them; and the
+    uniform at each of ``token_counts``; the other ``routings`` at up to 64 tokens; and the
     cases of :data:`SPECIAL`. Activations are scaled so that the first GEMM gives numbers of
     order 1, with a few channels far larger, as in real models. ``dtype`` is that of the
     reference: float32 is a hundred times finer than 16-bit activations, which get it by
     default; float32 activations get float64. One pass over the experts judges all cases.
     """
-    problem = experts.problem
-    device = experts.w13.codes.device
-    whole = problem.num_local_experts == problem.num_experts
-    expert_map = None if whole else local_map(problem, rank, device=device)
-    plan = _Plan(problem, seed, rank, max(token_counts, default=1))
-    named = [(f"uniform M={m}", plan.made_up("uniform", m, m)) for m in token_counts]
-    named += [
-        (f"{kind} M={plan.num_tokens}", plan.made_up(kind, plan.num_tokens))
-        for kind in routings
-        if kind != "uniform"
-    ]
-    named += [(name, make(plan)) for name, make in SPECIAL.items()]
+    problem, device = experts.problem, experts.w13.codes.device
+    plan = Plan(problem, seed, rank, min(max(token_counts, default=1), max(TOKEN_COUNTS)))
+    recipes = [uniform(m) for m in token_counts]
+    recipes += [drawn(kind, plan.num_tokens) for kind in routings if kind != "uniform"]
+    recipes += SPECIAL
     size = activation_size(experts)
-    xs = [
-        plan.activations(r.num_tokens, size, name, index).to(device)
-        for index, (name, r) in enumerate(named)
-    ]
-    routed = [Routing(r.topk_ids.to(device), r.topk_weights.to(device)) for _, r in named]
+    act_dtype = torch_dtype(problem.act_dtype)
+    kept: list[tuple[Recipe, Routing, torch.Tensor]] = []
+    for index, recipe in enumerate(recipes):
+        routing = recipe.routing(plan)
+        x = (plan.activations(recipe, routing.num_tokens, index) * size).to(act_dtype)
+        if x.isfinite().all():  # large numbers may not even fit the input
+            ids, weights = routing.topk_ids.to(device), routing.topk_weights.to(device)
+            kept.append((recipe, Routing(ids, weights), x.to(device)))
+    return _judged(experts, plan, kept, accuracies, dtype)
+
+
+def _judged(
+    experts: CanonicalExperts,
+    plan: Plan,
+    kept: Sequence[tuple[Recipe, Routing, torch.Tensor]],
+    accuracies: Sequence[AccuracyClass],
+    dtype: torch.dtype | None,
+) -> list[Case]:
+    problem, device = experts.problem, experts.w13.codes.device
+    whole = problem.num_local_experts == problem.num_experts
+    expert_map = None if whole else local_map(problem, plan.rank, device=device)
     if dtype is None:
         dtype = torch.float64 if problem.act_dtype == "float32" else torch.float32
     together = Routing(
-        torch.cat([r.topk_ids for r in routed]), torch.cat([r.topk_weights for r in routed])
+        torch.cat([routing.topk_ids for _, routing, _ in kept]),
+        torch.cat([routing.topk_weights for _, routing, _ in kept]),
     )
-    judged = judge(
-        torch.cat(xs), experts, together, expert_map=expert_map, accuracies=accuracies, dtype=dtype
-    )
-    parts = judged.split(len(x) for x in xs)
-    return [
-        Case(name, x, routing, expert_map, part, independent=name != IDENTICAL)
-        for (name, _), x, routing, part in zip(named, xs, routed, parts, strict=True)
-    ]
+    xs = torch.cat([x for _, _, x in kept])
+    judged = judge(xs, experts, together, expert_map=expert_map, accuracies=accuracies, dtype=dtype)
+    counts = [len(x) for _, _, x in kept]
+    rivals: Iterable[torch.Tensor | None] = [None] * len(kept)
+    if problem.activation.name in RIVALS:
+        other = replace(problem, activation=Activation(RIVALS[problem.activation.name]))
+        wrong = moe(
+            xs, replace(experts, problem=other), together, expert_map=expert_map, dtype=dtype
+        )
+        rivals = torch.split(wrong - judged.reference, counts)
+    cases = []
+    for (recipe, routing, x), part, rival in zip(kept, judged.split(counts), rivals, strict=True):
+        shown, shown_map = routing, expert_map
+        if recipe.mapped:
+            shown, shown_map = _behind_another_map(plan, routing, device)
+        cases.append(
+            Case(
+                recipe.name,
+                x,
+                shown,
+                shown_map,
+                part,
+                independent=recipe.independent,
+                kind=recipe.kind,
+                proves=recipe.proves,
+                # What overflows half precision is a fault of the type, not of the kernel.
+                optional=recipe.name == LARGE_NUMBERS and problem.act_dtype == "float16",
+                rival=rival,
+            )
+        )
+    return cases
 
 
-@dataclass(slots=True)
-class _Plan:
-    """Makes the routings and activations of the cases, all from one seed."""
-
-    problem: Problem
-    seed: int
-    rank: int
-    num_tokens: int
-
-    def made_up(self, kind: str, num_tokens: int, offset: int = 0) -> Routing:
-        seed = self.seed + offset
-        return make_routing(kind, num_tokens, self.problem, seed=seed, rank=self.rank)
-
-    def activations(self, num_tokens: int, size: float, name: str, index: int) -> torch.Tensor:
-        """Normal numbers times ``size``, ``[M, H]`` in the act dtype, others for each case."""
-        generator = torch.Generator().manual_seed(1000 * self.seed + index)
-        x = torch.randn(num_tokens, self.problem.hidden_size, generator=generator)
-        if name == IDENTICAL:
-            x = x[:1].expand_as(x).clone()
-        if name == OUTLIERS:
-            x[:, torch.randperm(x.shape[1], generator=generator)[: max(1, x.shape[1] // 128)]] *= 10
-        return (x * size).to(torch_dtype(self.problem.act_dtype))
-
-
-def _every_expert(plan: _Plan) -> Routing:
-    """Each local expert gets :data:`ROWS_PER_EXPERT` rows; the experts of a token differ."""
+def _behind_another_map(
+    plan: Plan, routing: Routing, device: torch.device
+) -> tuple[Routing, torch.Tensor]:
+    """The same call with the experts' global ids shuffled, and the map that undoes it."""
     problem = plan.problem
-    held = problem.num_local_experts
-    slots = min(problem.top_k, held)
-    rows = -(-ROWS_PER_EXPERT * held // slots)
-    order = torch.randperm(held, generator=torch.Generator().manual_seed(plan.seed))
-    local = order[torch.arange(rows * slots).remainder(held)].reshape(rows, slots)
-    ids = torch.full((rows, problem.top_k), NOWHERE, dtype=torch.int32)
-    ids[:, :slots] = (local + plan.rank * held).to(torch.int32)
-    return Routing(ids, plan.made_up("uniform", rows).topk_weights)
-
-
-def _each_alone(plan: _Plan) -> Routing:
-    """One token for each local expert and no other slot: a small expert beside a large one in a
-    token would be judged by the rounding of the large one."""
-    problem = plan.problem
-    ids = torch.full((problem.num_local_experts, problem.top_k), NOWHERE, dtype=torch.int32)
-    ids[:, 0] = torch.arange(problem.num_local_experts) + plan.rank * problem.num_local_experts
-    return Routing(ids, plan.made_up("uniform", len(ids)).topk_weights)
-
-
-def _stray_slots(plan: _Plan) -> Routing:
-    """Ids of -1, ids that are no expert, an expert twice in one token, a token with none."""
-    routing = plan.made_up("uniform", max(8, plan.num_tokens))
-    ids = routing.topk_ids.clone()
-    ids[0::4, 0] = NOWHERE
-    ids[1::8, -1] = plan.problem.num_experts
-    ids[2::8, -1] = torch.iinfo(torch.int32).max
-    ids[3::4] = ids[3::4, :1]
-    ids[5] = -5
-    return Routing(ids, routing.topk_weights)
-
-
-def _nothing_here(plan: _Plan) -> Routing:
-    routing = plan.made_up("uniform", 3)
-    return Routing(torch.full_like(routing.topk_ids, NOWHERE), routing.topk_weights)
-
-
-def _identical(plan: _Plan) -> Routing:
-    one = _every_expert(plan)
-    rows = max(16, plan.num_tokens)
-    return Routing(
-        one.topk_ids[:1].repeat(rows, 1).contiguous(),
-        one.topk_weights[:1].repeat(rows, 1).contiguous(),
+    before = local_map(problem, plan.rank)  # [num_experts]
+    order = torch.randperm(
+        problem.num_experts, generator=torch.Generator().manual_seed(plan.seed + 1)
     )
-
-
-IDENTICAL = "identical tokens"
-OUTLIERS = "every expert, outlier channels"
-
-#: Cases whose routing is built rather than drawn.
-SPECIAL: dict[str, Callable[[_Plan], Routing]] = {
-    "every expert": _every_expert,
-    OUTLIERS: _every_expert,
-    "each expert alone": _each_alone,
-    "stray slots": _stray_slots,
-    "nothing here": _nothing_here,
-    IDENTICAL: _identical,
-}
+    after = torch.empty_like(before)
+    after[order] = before
+    ids = routing.topk_ids
+    known = (ids >= 0) & (ids < problem.num_experts)
+    renamed = order.to(device)[torch.where(known, ids, 0).long()].to(torch.int32)
+    shown = torch.where(known, renamed, ids)
+    return Routing(shown.contiguous(), routing.topk_weights), after.to(device)
 
 
 def activation_size(experts: CanonicalExperts) -> float:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from autosel.core.device import Device
 from autosel.core.problem import Problem
+
+if TYPE_CHECKING:
+    from autosel.core.certificate import Certificate
 
 Scalar = bool | int | float | str | None
 Params = Mapping[str, Scalar]
@@ -67,7 +70,11 @@ class ErrorFigures:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What happened to one candidate at one token count. Times are microseconds a call."""
+    """What happened to one candidate at one token count. Times are microseconds a call.
+
+    ``certificate`` is what was proven while this was measured; it is kept apart, since it speaks of
+    the candidate at every token count.
+    """
 
     problem: Problem
     num_tokens: int
@@ -83,6 +90,7 @@ class Measurement:
     first_call_ms: float | None = None
     weight_bytes: int | None = None
     timing: tuple[tuple[str, Scalar], ...] = ()
+    certificate: Certificate | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

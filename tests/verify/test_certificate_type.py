@@ -31,7 +31,7 @@ GOOD = Certificate(
     limits=Limits(2.0, 3.0, 8.0, 0.5),
     created="2026-01-31T12:00:00Z",
     autosel_version="0.1.0",
-    code="0123456789abcdef",
+    code="0123456789abcdef0123",
     cases=(CertifiedCase("uniform M=1", 1, "uniform", 0.25, True),),
     errors=ErrorFigures(0.002, 0.003, 0.01, -1e-5),
     score=0.25,
