@@ -1,4 +1,4 @@
-"""The steps around the GEMM operators: alignment, activation, sum over slots.
+"""The steps around the GEMM operators: activation, sum over slots.
 
 On a GPU activation and sum are our own Triton kernels, one launch each, computing in float32 and
 rounding once; on the CPU (where only tests come) plain torch.
@@ -11,61 +11,9 @@ from typing import Any
 import torch
 
 from autosel.activations import activate, constants
-from autosel.align import Aligned, align_block_size, capacity
-from autosel.backends import _vllm_ops
 from autosel.core import Activation
 
 _MAX_GRID_Y = 65535  # CUDA's limit for the second dimension of a grid
-#: vLLM's alignment operator takes fewer than 1,024 experts, rounded up to 32, and one extra expert
-#: takes the slots that are served elsewhere. Above, torch does its work.
-MAX_ALIGN_EXPERTS = 991
-
-
-def align(topk_ids: torch.Tensor, num_experts: int, block: int) -> Aligned:
-    """By vLLM's operator where it takes an expert map, else in torch.
-
-    An id of -1 would be used as an index by the operator: it becomes expert ``num_experts``, which
-    the map says is elsewhere, so that its slots take no part.
-    """
-    op = _vllm_ops.find("_moe_C", "moe_align_block_size")
-    takes_map = op is not None and "expert_map" in _vllm_ops.arguments(op)
-    if not takes_map or num_experts > MAX_ALIGN_EXPERTS:
-        return align_block_size(topk_ids, num_experts, block)
-    device = topk_ids.device
-    places = capacity(topk_ids.numel(), num_experts + 1, block)
-
-    def ints(count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.int32, device=device)
-
-    aligned = Aligned(ints(places), ints(-(-places // block)), ints(1), block)
-    _vllm_ops.call(
-        op,
-        {
-            "topk_ids": topk_ids.remainder(num_experts + 1),
-            "num_experts": num_experts + 1,
-            "block_size": block,
-            "sorted_token_ids": aligned.sorted_ids,
-            "experts_ids": aligned.expert_ids,
-            "num_tokens_post_pad": aligned.num_padded,
-            "expert_map": _local_map(num_experts, device),
-            "scatter_idx": None,
-        },
-    )
-    return aligned
-
-
-_maps: dict[tuple[int, torch.device], torch.Tensor] = {}
-
-
-def _local_map(num_experts: int, device: torch.device) -> torch.Tensor:
-    """int32 ``[num_experts + 1]``: every expert is here but the last."""
-    if (num_experts, device) not in _maps:
-        made = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
-        made[num_experts] = -1
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return made  # memory of the graph's own pool: not to be kept
-        _maps[num_experts, device] = made
-    return _maps[num_experts, device]
 
 
 def _plain(tensor: torch.Tensor) -> bool:

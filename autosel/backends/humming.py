@@ -18,7 +18,8 @@ import torch
 
 from autosel.align import expert_ranks
 from autosel.backends import _package, _rules
-from autosel.backends._steps import activate_into, align, reduce_into, slot_rows
+from autosel.backends._steps import activate_into, reduce_into, slot_rows
+from autosel.backends._vllm_align import align
 from autosel.backends.marlin import Workspaces
 from autosel.core import Device, Params, Problem, QuantScheme, Routing, Support
 from autosel.dtypes import torch_dtype

@@ -13,7 +13,8 @@ import torch
 
 from autosel.align import Aligned
 from autosel.backends import _rules, _vllm_ops
-from autosel.backends._steps import activate_into, align, reduce_into, slot_rows
+from autosel.backends._steps import activate_into, reduce_into, slot_rows
+from autosel.backends._vllm_align import align
 from autosel.core import Device, Params, Problem, QuantScheme, Reason, Routing, Support
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
 from autosel.layouts.marlin import GROUP_SIZES, padded_intermediate

@@ -12,7 +12,8 @@ import torch
 
 from autosel.align import Aligned
 from autosel.backends import _package, _rules
-from autosel.backends._steps import activate_into, align, reduce_into
+from autosel.backends._steps import activate_into, reduce_into
+from autosel.backends._vllm_align import align
 from autosel.core import Device, Params, Problem, Reason, Routing, Support
 from autosel.dtypes import torch_dtype
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space

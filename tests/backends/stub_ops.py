@@ -108,7 +108,14 @@ def _marlin(calls: list[Call], names: list[str]) -> Any:
     return op
 
 
-def _align(calls: list[Call]) -> Any:
+ALIGN_OLD = ALIGN.replace(", Tensor(a!)? scatter_idx=None", "")
+
+
+def _align(calls: list[Call], strays: str) -> Any:
+    """``strays`` says what becomes of ids that are no expert: ``indices`` (older releases, here
+    an error), ``left out`` (newer ones) or ``counted`` (none known; must be noticed).
+    """
+
     def op(
         topk_ids: torch.Tensor,
         num_experts: int,
@@ -124,9 +131,13 @@ def _align(calls: list[Call]) -> Any:
         assert topk_ids.is_contiguous()
         assert (num_experts + 31) // 32 * 32 < 1024
         ids = topk_ids.flatten().tolist()
-        # the operator uses ids as indices and checks nothing
-        assert all(0 <= i < num_experts for i in ids)
-        local = ids if expert_map is None else [int(expert_map[i]) for i in ids]
+        if strays == "indices":
+            assert all(0 <= i < num_experts for i in ids)
+        elif strays == "counted":
+            ids = [i % num_experts for i in ids]
+        there = [0 <= i < num_experts for i in ids]
+        local = [int(expert_map[i]) if ok and expert_map is not None else i if ok else -1
+                 for i, ok in zip(ids, there, strict=True)]  # fmt: skip
         sorted_token_ids.fill_(len(ids))
         experts_ids.fill_(-1)
         place = 0
@@ -158,12 +169,15 @@ def registered(namespace: str, **schemas: tuple[str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def marlin(schema: str = MARLIN_NEW, align: bool = True) -> Iterator[list[Call]]:
+def marlin(
+    schema: str = MARLIN_NEW, align: bool = True, strays: str = "left out"
+) -> Iterator[list[Call]]:
     """vLLM's Marlin operator (and its alignment); yields the list of calls."""
     calls: list[Call] = []
     names = [part.split("=")[0].split()[-1] for part in schema[1 : schema.index(")")].split(",")]
     ops = {"moe_wna16_marlin_gemm": (schema, _marlin(calls, names))}
     if align:
-        ops["moe_align_block_size"] = (ALIGN, _align(calls))
+        declared = ALIGN_OLD if strays == "indices" else ALIGN
+        ops["moe_align_block_size"] = (declared, _align(calls, strays))
     with registered("_moe_C", **ops):
         yield calls

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from autosel import registry
-from autosel.backends import _vllm_ops
+from autosel.align import align_block_size
+from autosel.backends import _vllm_align, _vllm_ops
 from autosel.core import CanonicalExperts, Device
 from autosel.device import detect
 from autosel.interfaces import Backend
@@ -192,3 +193,24 @@ def test_packing_on_the_device_equals_the_cpus(name: str) -> None:
         assert torch.equal(there.tensors[key].cpu(), tensor), key
     if layout.invertible:
         make.assert_same(layout.unpack(there).to("cpu"), experts)
+
+
+@pytest.mark.parametrize(("experts", "slots"), [(8, 16), (60, 240), (128, 8), (384, 32768)])
+@pytest.mark.parametrize("block", [8, 24, 48, 64])
+def test_alignment_leaves_out_ids_that_are_no_expert(experts: int, slots: int, block: int) -> None:
+    """vLLM's operator against plain torch, up to the order inside an expert's run."""
+    available("marlin")
+    ids = torch.randint(-1, experts, (slots, 1), device="cuda", dtype=torch.int32)
+    found = _vllm_align.align(ids, experts, block)
+    expected = align_block_size(ids, experts, block)
+    used = int(expected.num_padded)
+    assert int(found.num_padded) == used
+    blocks = used // block
+    assert torch.equal(found.expert_ids[:blocks], expected.expert_ids[:blocks])
+    owners = torch.cat([ids.flatten(), ids.new_tensor([experts])])  # padding is no expert's
+    for one in (found, expected):
+        one_owners = owners[one.sorted_ids[:used].long()].view(-1, block)
+        wanted = expected.expert_ids[:blocks, None]
+        assert ((one_owners == wanted) | (one_owners == experts)).all()
+    runs = [one.sorted_ids[:used].long().sort().values for one in (found, expected)]
+    assert torch.equal(*runs)
