@@ -178,3 +178,38 @@ def keep(store: Store, plan: Plan) -> bool:
 def names(known: Collection[str]) -> tuple[str, ...]:
     """Backend names, checked; AutoselError with close names for one that there is not."""
     return tuple(registry.get(name).name for name in known)
+
+
+def renew(
+    store: Store,
+    problem: Problem,
+    device: Device,
+    *,
+    routing: str = "uniform",
+    timing: Timing = COLD,
+    allow_a8: bool = False,
+    layers: int = 1,
+) -> Plan | None:
+    """Plan again after new measurements and store it; the workload and budget that held stay.
+
+    None, and nothing stored, where there is nothing to plan with, or where the plan that holds has
+    conditions: they are the user's, who renews it.
+    """
+    before = held(store, problem, device, routing, timing)
+    policy = Policy(allow_a8=allow_a8)
+    if before is not None:
+        layers = before.layers
+        if before.requirements not in ((), policy.words):
+            return None
+        budget = WeightBudget.parse(before.budget)
+        if budget.total_bytes is not None:  # that of a whole model, of which this is one kind
+            budget = WeightBudget(None, before.budget_bytes * layers)
+        policy = replace(policy, workload=before.workload, budget=budget)
+    try:
+        made = plan_layer(
+            store, problem, device, policy, routing=routing, timing=timing, layers=layers
+        )
+    except AutoselError:
+        return None
+    keep(store, made)
+    return made

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autosel.cli.report import Table
 from autosel.cli.text import bytes_text, percent_text, time_text, tokens_text
-from autosel.core import Plan, PlannedBucket
+from autosel.core import Decision, Measurement, Plan, PlannedBucket
 
 
 def plan_parts(label: str, plan: Plan) -> list[str | Table]:
@@ -19,6 +21,29 @@ def plan_parts(label: str, plan: Plan) -> list[str | Table]:
     parts += [_resident(plan), *_next_copy(plan), *_break_even(plan), *_single(plan)]
     parts.append(f"why: {plan.why}")
     return parts
+
+
+def copies_line(decisions: Sequence[Decision], measured: Sequence[Measurement]) -> str:
+    """What running every range's winner would cost in packed copies of the weights."""
+    sizes = {m.candidate.layout: m.weight_bytes for m in measured if m.weight_bytes}
+    layouts = sorted({d.winner.layout for d in decisions})
+    known = [sizes[layout] or 0 for layout in layouts if layout in sizes]
+    size = f", {bytes_text(sum(known))} a layer" if len(known) == len(layouts) else ""
+    copies = f"{len(layouts)} packed cop{'y' if len(layouts) == 1 else 'ies'} of the weights"
+    return f"these winners read {', '.join(layouts)}: {copies}{size}"
+
+
+def short_lines(plan: Plan) -> list[str]:
+    """A plan in two sentences, for the end of a sweep."""
+    loss = plan.time_us / plan.best_us - 1
+    backends = ", ".join(dict.fromkeys(item.candidate.backend for item in plan.buckets))
+    names = " and ".join(item.layout for item in plan.resident)
+    return [
+        f"plan ({plan.workload.name} traffic, {plan.budget}): {names} resident, "
+        f"{bytes_text(plan.resident_bytes)} a layer, runs {backends}; "
+        f"{time_text(plan.time_us)} a call, {percent_text(loss)} above the winners",
+        *(_next_copy(plan) if plan.next_copy is not None and plan.next_copy.worth else ()),
+    ]
 
 
 def _row(item: PlannedBucket) -> tuple[str, ...]:
