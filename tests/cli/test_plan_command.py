@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autosel import presets
+from autosel import planning, presets
 from autosel.core import Candidate, Plan
 from autosel.device import detect
 from autosel.store import Store
@@ -120,3 +120,26 @@ def test_without_a_sweep_it_says_what_to_do(autosel):
     assert "nothing is stored for" in ran.error
     assert "autosel sweep granite-3-1b-a400m" in ran.err
     assert not os.path.exists(os.environ["AUTOSEL_DB"])
+
+
+SWEEP = ("--tokens", "1", "--backends", "emulation,torch_int4", "--limit", "0.02")
+
+
+def test_a_sweep_says_what_its_winners_cost_and_renews_the_plan(autosel, get_checkpoint):
+    example = get_checkpoint("ct-w4-g128-sym-mixtral").path
+    ran = autosel("sweep", example, *SWEEP)
+    assert ran.status == 0, ran.err
+    assert "these winners read " in ran.out
+    assert "plan (mixed traffic, 1.0x): " in ran.out
+    assert (
+        autosel("plan", example, "--histogram", "prefill-only", "--weight-budget", "8x").status == 0
+    )
+    again = autosel("sweep", example, *SWEEP, "--fresh", "--json")
+    plan = Plan.from_dict(again.json["answers"][0]["plan"])
+    # The user's workload and budget stay when the times change.
+    assert (plan.workload.name, plan.budget) == ("prefill-only", "8.0x")
+    # Conditions are the user's; a sweep does not replace a plan that has some.
+    autosel("plan", example, "--exclude", "torch_int4")
+    with Store.open(os.environ["AUTOSEL_DB"]) as store:
+        assert planning.renew(store, plan.problem, plan.device) is None
+        assert store.plans()[-1].plan.requirements == ("not backend torch_int4",)
