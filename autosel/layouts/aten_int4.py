@@ -43,20 +43,27 @@ def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
-    """Inverse of :func:`pack_codes`, whatever order this CPU's build uses: uint8 ``[N, K]``.
+def nibble_sources(outputs: int, inputs: int) -> torch.Tensor:
+    """Which code, counted row by row, each nibble of the packed bytes is: int32 ``[N * K]``.
 
     The operator moves nibbles without looking at them, so packing the hexadecimal digits of every
-    position, one digit at a time, tells from where each nibble came.
+    position, one digit at a time, tells from where each nibble came, whatever order this CPU's
+    build uses.
     """
-    outputs, inputs = packed.shape[0], packed.shape[1] * 2
-    position = torch.arange(outputs * inputs, device=packed.device).view(outputs, inputs)
-    source = torch.zeros(outputs * inputs, dtype=torch.int64, device=packed.device)
+    position = torch.arange(outputs * inputs, dtype=torch.int32).view(outputs, inputs)
+    source = torch.zeros(outputs * inputs, dtype=torch.int32)
     for digit in range(-(-(outputs * inputs - 1).bit_length() // 4)):
         moved = pack_codes((position >> (4 * digit)) & 0xF)
-        source |= _nibbles(moved).long() << (4 * digit)
+        source |= _nibbles(moved).to(torch.int32) << (4 * digit)
+    return source
+
+
+def unpack_codes(packed: torch.Tensor, sources: torch.Tensor | None = None) -> torch.Tensor:
+    """Inverse of :func:`pack_codes`: uint8 ``[N, K]``; ``sources`` of that shape, if at hand."""
+    outputs, inputs = packed.shape[0], packed.shape[1] * 2
+    sources = nibble_sources(outputs, inputs) if sources is None else sources
     codes = torch.empty(outputs * inputs, dtype=torch.uint8, device=packed.device)
-    codes[source] = _nibbles(packed)
+    codes[sources] = _nibbles(packed)
     return codes.view(outputs, inputs)
 
 
@@ -114,12 +121,15 @@ class AtenInt4(Layout):
         return PackedExperts(self.key, experts.problem, tensors, meta)
 
     def unpack(self, packed: PackedExperts) -> CanonicalExperts:
+        shapes = [shape[1:] for _, _, shape in gemms.schemes(packed.problem)]
+        sources = {shape: nibble_sources(*shape) for shape in set(shapes)}
+
         def expert(
             name: str, scheme: QuantScheme, shape: tuple[int, int, int], e: int
         ) -> common.Parts:
             pairs = packed.tensors[f"{name}_scales_and_zeros"][e].transpose(0, 1)  # [N, G, 2]
             scales, term = pairs[..., 0], pairs[..., 1]
-            codes = unpack_codes(packed.tensors[name][e])  # [N, K]
+            codes = unpack_codes(packed.tensors[name][e], sources[shape[1:]])  # [N, K]
             parts = {
                 "scales": scales.to(common.scale_dtype(scheme)),
                 **gemms.kept_bias(packed, name, e),

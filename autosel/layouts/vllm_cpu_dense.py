@@ -23,6 +23,8 @@ from autosel.layouts import _common as common
 from autosel.layouts import _gemms as gemms
 from autosel.layouts.dense import dense_expert, dense_nbytes
 
+_PREPACK = "prepack_moe_weight"
+
 
 @dataclass(frozen=True)
 class VllmCpuDense(Layout):
@@ -44,7 +46,10 @@ class VllmCpuDense(Layout):
         return dense_nbytes(problem, width, width)
 
     def pack(self, experts: CanonicalExperts) -> PackedExperts:
-        """Raises UnsupportedError where a value does not fit ``dtype``."""
+        """Raises UnsupportedError where a value does not fit ``dtype``, or without the operator."""
+        if not hasattr(torch.ops._C, _PREPACK):
+            where = f"layout {self.key}, operator _C::{_PREPACK}"
+            raise UnsupportedError(field_error(where, "value", "missing", "loaded"))
         count, dtype = experts.problem.num_local_experts, torch_dtype(self.dtype)
         tensors: common.Parts = {}
         meta: dict[str, Any] = {}
@@ -54,7 +59,7 @@ class VllmCpuDense(Layout):
                 values = dense_expert(name, weight, e, dtype)  # [N, K]
                 values = gemms.interleave(values) if pairs else values
                 packed = torch.empty((1, *values.shape), dtype=dtype)
-                torch.ops._C.prepack_moe_weight(values[None], packed, self.isa)
+                getattr(torch.ops._C, _PREPACK)(values[None], packed, self.isa)
                 common.fill(tensors, e, count, {name: packed[0]})
             bias = weight.bias
             if bias is not None and pairs:
