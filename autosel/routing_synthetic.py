@@ -1,4 +1,4 @@
-"""Made-up routings for tuning and verification, the same on every machine for one seed.
+"""Made-up and recorded routings for tuning and verification, the same everywhere for one seed.
 
 The name of a kind is the key stored with timings; parameters stand in it (``zipf:1.5``).
 Random numbers come from Philox's raw 64-bit stream, which NumPy promises never to change.
@@ -16,6 +16,7 @@ import torch
 from autosel.core import Problem, Routing
 from autosel.errors import RoutingError, field_error
 from autosel.expert_map import local_range
+from autosel.routing_file import recorded
 
 #: Not served by any expert.
 NOWHERE = -1
@@ -40,6 +41,9 @@ def make_routing(
                    is the n-th depends on the seed
     one_hot[:e]    every token to expert e, its other slots nowhere (id -1, weight 0)
     all_but_one[:e]  uniform over the experts other than e
+    recorded:HASH  consecutive tokens of a recording that was read in this process
+                   (:mod:`autosel.routing_file`), from a place that depends on the seed, and round
+                   again where it is shorter
 
     The experts of a token differ, so under expert parallelism a row holds at most the local ones
     and the rest is elsewhere. Without ``:e`` the seed takes one of ``rank``'s own experts.
@@ -47,14 +51,18 @@ def make_routing(
     applied twice shows even with one slot. Raises RoutingError for an unknown kind.
     """
     name, _, parameter = kind.partition(":")
-    if name not in _KINDS:
-        raise RoutingError(field_error("routing kind", "name", kind, ", ".join(ROUTING_KINDS)))
+    if name not in (*_KINDS, "recorded"):
+        known = ", ".join((*ROUTING_KINDS, "file:PATH"))
+        raise RoutingError(field_error("routing kind", "name", kind, known))
     if num_tokens < 0:
         raise RoutingError(field_error("routing kind", "num_tokens", num_tokens, "at least 0"))
     draw = _Draw(seed, problem, rank)
-    popularity, slots = _KINDS[name](parameter, draw)
-    ids = _distinct(popularity, num_tokens, slots, draw)  # [M, slots]
-    short = problem.top_k - slots
+    if name == "recorded":
+        ids = _recorded(kind, num_tokens, draw)
+    else:
+        popularity, slots = _KINDS[name](parameter, draw)
+        ids = _distinct(popularity, num_tokens, slots, draw)  # [M, slots]
+    short = problem.top_k - ids.shape[1]
     ids = np.pad(ids, ((0, 0), (0, short)), constant_values=NOWHERE)  # [M, top_k]
     weights = 0.25 + draw.uniform(num_tokens, problem.top_k)  # [M, top_k]
     weights[ids == NOWHERE] = 0.0
@@ -105,6 +113,14 @@ def _distinct(popularity: _Floats, rows: int, slots: int, draw: _Draw) -> _Ids:
         keys = -np.log(draw.uniform(rows, len(popularity))) / popularity  # [M, E]
     chosen: _Ids = np.argsort(keys, axis=1, kind="stable")[:, :slots].astype(np.int64)
     return chosen
+
+
+def _recorded(kind: str, num_tokens: int, draw: _Draw) -> _Ids:
+    """Consecutive rows of a recording, ``[M, top_k]``: tokens that came together stay together."""
+    ids = recorded(kind, draw.problem.num_experts, draw.problem.top_k)
+    start = int(draw.uniform(1)[0] * len(ids))
+    rows: _Ids = ids[(start + np.arange(num_tokens)) % len(ids)].astype(np.int64)
+    return rows
 
 
 def _uniform(parameter: str, draw: _Draw) -> tuple[_Floats, int]:

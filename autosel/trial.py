@@ -8,6 +8,7 @@ from functools import cached_property
 
 import torch
 
+from autosel import routing_file
 from autosel.compare import Verdict
 from autosel.core import Candidate, CanonicalExperts, Device, Measurement, Params, Problem, Status
 from autosel.errors import AutoselError, field_error
@@ -104,6 +105,8 @@ class Bench:
 
     def _judge(self) -> JudgedInputs:
         settings = self._settings
+        if settings.routing_file:  # this may be another process than the one that was asked
+            routing_file.load(settings.routing_file)
         return (
             timed_cases(self.experts, settings.routing, self._tokens, seed=settings.seed),
             make_cases(self.experts, seed=settings.seed),

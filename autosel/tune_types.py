@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from autosel import routing_file
 from autosel.buckets import bucket_for
 from autosel.core import Candidate, Decision, Device, Measurement, Problem, Rejected
 from autosel.decide import NothingUsable
@@ -23,8 +24,9 @@ class SweepSettings:
 
     token_counts  tokens a call; empty: the device kind's default. 0 is dropped, since a call
                   without tokens runs nothing.
-    routing       kind of made-up routing (:func:`autosel.routing_synthetic.make_routing`); part of
-                  every stored key
+    routing       kind of routing (:func:`autosel.routing_synthetic.make_routing`); part of every
+                  stored key. ``file:PATH`` becomes the recording's key, and ``routing_file`` its
+                  path.
     backends      names; empty: all
     allow_a8      may a backend that quantises activations to 8 bits win
     trials        parameter settings tried for each backend and token count
@@ -46,11 +48,15 @@ class SweepSettings:
     budget_s: float | None = None
     seed: int = 0
     resume: bool = True
+    routing_file: str = ""
     retry_failed: bool = False
     isolate: bool = True
     limits: StepLimits = field(default_factory=StepLimits)
 
     def __post_init__(self) -> None:
+        key, path = routing_file.resolve(self.routing)
+        object.__setattr__(self, "routing", key)
+        object.__setattr__(self, "routing_file", path or self.routing_file)
         for count in self.token_counts:
             if count < 0:
                 raise AutoselError(

@@ -147,9 +147,18 @@ db_option = click.option(
     help="Database of measurements (default: autosel.db in the user's cache folder).",
 )  # fmt: skip
 
+
+def routing_kind(text: str) -> str:
+    """A kind of routing; a recording's file is read and becomes its key."""
+    from autosel import routing_file
+
+    return routing_file.resolve(text)[0]
+
+
 routing_option = click.option(
-    "--routing", default="uniform", show_default=True, metavar="KIND",
-    help="Which experts the tokens go to: uniform, zipf[:s], one_hot[:e] or all_but_one[:e].",
+    "--routing", type=routing_kind, default="uniform", show_default=True, metavar="KIND",
+    help="Which experts the tokens go to: uniform, zipf[:s], one_hot[:e], all_but_one[:e], or "
+    "file:PATH with recorded topk ids (.csv, .json, .safetensors).",
 )  # fmt: skip
 
 cache_option = click.option(
