@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autosel.api import explain, open_checkpoint, plan, plot, source, sweep
+    from autosel.api import explain, open_checkpoint, plan, plot, report, source, sweep
     from autosel.layer import FusedMoE
     from autosel.layer_loading import load_moe_layers
 
@@ -23,6 +23,7 @@ _MODULES = {
     "open_checkpoint": "api",
     "plan": "api",
     "plot": "api",
+    "report": "api",
     "source": "api",
     "sweep": "api",
 }
@@ -35,6 +36,7 @@ __all__ = [
     "open_checkpoint",
     "plan",
     "plot",
+    "report",
     "source",
     "sweep",
 ]

@@ -214,6 +214,34 @@ def plot(
     return figures.write(kind, [one], target_path, chosen)
 
 
+def report(
+    target: Target,
+    path: str | Path,
+    *,
+    tokens: int = 16,
+    routing: str = "uniform",
+    layer: int | None = None,
+    device: Device | None = None,
+    db: Database = None,
+    **options: Any,
+) -> Path:
+    """Write one self-contained HTML file about one layer; ``tokens`` is what its summary is about.
+
+    From the database alone. Returns the file. Raises AutoselError when nothing is stored.
+    """
+    from autosel import evidence, figures, report_page
+
+    weights = source(target, layer=layer, **options)
+    with _store(db) as store:
+        one = evidence.gather(
+            store, weights.problem, device or detect(), routing=routing, label=weights.label
+        )
+        if not one.correct:
+            raise figures.nothing_here(store, one)
+    place = str(db) if isinstance(db, str | Path) else ""
+    return report_page.write_report([one], path, batch=tokens, place=place)
+
+
 @contextmanager
 def _store(db: Database) -> Iterator[Store]:
     """The caller's own store left open, or one opened here and closed again."""

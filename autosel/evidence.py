@@ -9,16 +9,20 @@ from typing import Any
 
 import numpy as np
 
-from autosel import buckets, presets
+from autosel import buckets, presets, samples
 from autosel.core import Decision, Device, Measurement, Problem
+from autosel.core.certificate import Certificate
 from autosel.decide import NothingUsable, decide
 from autosel.errors import AutoselError, field_error
 from autosel.expert_map import local_range
 from autosel.identity import hardware_differences, version_differences
+from autosel.racing_bounds import PairedRatio
 from autosel.rank_problem import rank_problem
 from autosel.records import Timing
 from autosel.roofline import Ceilings, RooflinePoint, roofline
 from autosel.routing_synthetic import make_routing
+from autosel.safe_text import printable
+from autosel.stats import LogRatio
 from autosel.store import Store, Sweep
 
 #: The way of timing that stands for a model at work: other layers' weights fill the caches.
@@ -34,6 +38,8 @@ class Evidence:
     seed      of the sweep's made-up routing, which says how many experts were hit
     newest    when the newest of it was stored (UTC, ISO 8601); empty where that is not known
     sweeps    the tuning runs that measured some of it, oldest first
+    certificates  what was proven about the candidates, where that was kept
+    target    the words that name the layer on a command line; empty where they are not known
     figures   for a published table, which has no samples: what its numbers are. Its times are
               drawn, and nothing is claimed about their noise.
     """
@@ -49,7 +55,9 @@ class Evidence:
     seed: int = 0
     newest: str = ""
     sweeps: tuple[Sweep, ...] = ()
+    certificates: tuple[Certificate, ...] = ()
     figures: str = ""
+    target: str = ""
 
     @property
     def correct(self) -> tuple[Measurement, ...]:
@@ -90,6 +98,12 @@ class Evidence:
         return roofline(self.problem, num_tokens, self.ceilings, experts_hit=hit, slots=slots)
 
 
+def ratio(slow: Measurement, fast: Measurement) -> LogRatio | PairedRatio:
+    """``slow / fast`` as decisions compare them: round by round where they raced each other."""
+    paired = samples.paired(slow, fast)
+    return paired or samples.estimate(slow).over(samples.estimate(fast))
+
+
 def gather(
     store: Store,
     problem: Problem,
@@ -114,7 +128,7 @@ def gather(
     )  # fmt: skip
     found = _newest_with_ceilings(sweeps or everywhere, problem.act_dtype)
     return Evidence(
-        label=label or label_of(problem),
+        label=printable(label or label_of(problem)),
         problem=problem,
         device=device,
         routing=routing,
@@ -144,7 +158,8 @@ def gather_all(
             if one.measurements:
                 told = [sweep.label for sweep in one.sweeps if sweep.label]
                 label = preset_label(one.problem) or (told[-1] if told else one.label)
-                found.append(replace(one, label=label))
+                target = _preset_words(one.problem)[1]
+                found.append(replace(one, label=printable(label), target=target))
     return found
 
 
@@ -186,6 +201,11 @@ def label_of(problem: Problem) -> str:
 
 def preset_label(problem: Problem) -> str:
     """The preset that has these sizes and what is unusual about it; empty when there is none."""
+    return _preset_words(problem)[0]
+
+
+def _preset_words(problem: Problem) -> tuple[str, str]:
+    """The label of :func:`preset_label`, and the words that name it on a command line."""
     for preset in presets.presets():
         same = (
             preset.hidden_size == problem.hidden_size
@@ -213,8 +233,32 @@ def preset_label(problem: Problem) -> str:
             words.append(f"EP{problem.num_experts // problem.num_local_experts}")
         if problem.num_experts != preset.num_experts:
             words.append(f"{problem.num_experts} experts")
-        return " ".join([*words, *_scheme(problem)])
-    return ""
+        return " ".join([*words, *_scheme(problem)]), _command(preset.name, problem, ranks)
+    return "", ""
+
+
+def _command(name: str, problem: Problem, ranks: int) -> str:
+    """``qwen3-30b-a3b --tp 4``; empty where the options do not make exactly this layer."""
+    one, words = problem.w13, [name]
+    options: dict[str, Any] = {}
+    for option, attribute, value, usual in (
+        ("--bits", "num_bits", one.num_bits, 4),
+        ("--group-size", "group_size", one.group_size, 128),
+        ("--experts", "experts", problem.num_experts, presets.find(name).num_experts),
+        ("--tp", "tp", ranks, 1),
+        ("--act-dtype", "act_dtype", problem.act_dtype, "bfloat16"),
+    ):
+        if value != usual:
+            options[attribute] = value
+            words += [option, "channel" if (attribute, value) == ("group_size", -1) else str(value)]
+    for option, attribute, value in (
+        ("--asym", "symmetric", one.symmetric),
+        ("--act-order", "has_g_idx", not one.has_g_idx),
+    ):
+        if not value:
+            options[attribute] = attribute == "has_g_idx"
+            words.append(option)
+    return " ".join(words) if presets.get(name, **options) == problem else ""
 
 
 def _scheme(problem: Problem) -> list[str]:

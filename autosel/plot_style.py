@@ -9,8 +9,10 @@ DISPLAY nor a user's matplotlibrc changes them.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import textwrap
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,6 +125,14 @@ def save(figure: Figure, path: str | Path) -> Path:
     return target
 
 
+def svg_text(figure: Figure) -> str:
+    """The figure as an SVG document."""
+    out = io.StringIO()
+    with drawing():
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    return out.getvalue()
+
+
 @dataclass(frozen=True, slots=True)
 class Frame:
     """A captioned figure and the box, in fractions of it, that is left for axes."""
@@ -187,7 +197,10 @@ def drawing() -> Iterator[None]:
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_RC)
-        yield
+        with warnings.catch_warnings():
+            # Names in other scripts; the SVG has them as text, the PNG as boxes.
+            warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+            yield
 
 
 def _module(name: str) -> Any:

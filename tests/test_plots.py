@@ -154,7 +154,7 @@ def test_the_figure_says_what_it_shows_and_nothing_leaves_the_paper(tables, size
     figure.canvas.draw()
     words = "\n".join(texts(figure))
     for wanted in ("A $title$", "subtitle", "footer", "second line", "torch_int4", "emulation",
-                   "Tokens in the call", "Time of one call", "roofline", "chosen", "tie",
+                   "Tokens in the call", "Time", "roofline", "chosen", "tie",
                    "ms", "25%"):  # fmt: skip
         assert wanted in words, wanted
     box = figure.bbox

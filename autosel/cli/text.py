@@ -9,28 +9,22 @@ from __future__ import annotations
 import json
 import math
 import os
-import unicodedata
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-#: Categories of code points that move the cursor, hide or reorder text, or cannot be encoded.
-_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
+from autosel.safe_text import one_line, printable
 
-
-def printable(text: object) -> str:
-    """``text`` on one line, with every control character written as its escape."""
-    return "".join(
-        char
-        if unicodedata.category(char) not in _UNPRINTABLE
-        else char.encode("unicode_escape").decode("ascii")
-        for char in str(text)
-    )
-
-
-def one_line(text: object) -> str:
-    """``text`` with line breaks turned into spaces, then made printable."""
-    return printable(" ".join(str(text).split()))
+__all__ = [
+    "bytes_text",
+    "jsonable",
+    "one_line",
+    "percent_text",
+    "printable",
+    "time_text",
+    "to_json",
+    "tokens_text",
+]
 
 
 def jsonable(value: Any) -> Any:

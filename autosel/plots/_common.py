@@ -15,6 +15,7 @@ from autosel.core import Device
 from autosel.errors import AutoselError, field_error
 from autosel.evidence import Evidence
 from autosel.plot_style import Caption, Frame, new_frame
+from autosel.safe_text import printable
 from autosel.stats import ranking_quantile
 from autosel.words import device_text, versions_text
 
@@ -110,7 +111,10 @@ def figure_words(one: Evidence) -> str:
 def caption(
     found: Sequence[Evidence], options: Options, title: str, subtitle: str, footer: Iterable[str]
 ) -> Caption:
-    return Caption(options.title or title, subtitle, (*machine_lines(found), *footer))
+    lines = (*machine_lines(found), *footer)
+    return Caption(
+        printable(options.title or title), printable(subtitle), tuple(map(printable, lines))
+    )
 
 
 def day(when: str) -> str:

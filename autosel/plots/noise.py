@@ -12,6 +12,7 @@ from autosel import samples
 from autosel.core import Decision, Measurement
 from autosel.decide import TIE_LIMIT, TIED, UNSETTLED
 from autosel.evidence import Evidence
+from autosel.evidence import ratio as compared
 from autosel.plot_style import GREY, Caption, drawing
 from autosel.plots._common import (
     WIDE,
@@ -66,7 +67,7 @@ def noise_data(one: Evidence, num_tokens: int) -> pd.DataFrame:
     winner = samples.estimate(right[outcome.winner])
     rows = []
     for candidate, m in right.items():
-        ratio = samples.estimate(m).over(winner)
+        ratio = compared(m, right[outcome.winner])
         chosen = candidate == outcome.winner
         interval = None if chosen else ratio.interval(0.95)
         used = samples.ranking(m)

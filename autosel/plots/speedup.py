@@ -12,6 +12,7 @@ from autosel import samples
 from autosel.core import Decision, Measurement
 from autosel.errors import AutoselError, field_error
 from autosel.evidence import Evidence
+from autosel.evidence import ratio as compared
 from autosel.plot_style import Caption, drawing
 from autosel.plots._common import (
     WIDE,
@@ -95,7 +96,7 @@ def _cell(one: Evidence, num_tokens: int, baseline: str | None) -> dict[str, Any
     elif winner is None or winner.status != "ok":
         cell["why"] = "nothing is chosen here"
     else:
-        ratio = samples.estimate(base).over(samples.estimate(winner))
+        ratio = compared(base, winner)
         interval = None if one.figures else ratio.interval(CONFIDENCE)
         cell["speedup"] = 1 + ratio.margin
         if one.figures:
@@ -199,8 +200,13 @@ def _colour_bar(figure: Figure, axes: Axes, cmap: Any, largest: float) -> None:
     box = axes.get_position()
     width, height = map(float, figure.get_size_inches())
     bar = figure.add_axes((box.x1 + 0.12 / width, box.y0, 0.14 / width, box.height))
-    ladder = np.linspace(0, 1, 128)[:, None]
-    bar.imshow(ladder, aspect="auto", origin="lower", cmap=cmap, extent=(0, 1, -largest, largest))
+    steps = np.linspace(-largest, largest, 49)  # bars, since a picture could not be searched
+    bar.barh(
+        steps, 1, height=1.1 * (steps[1] - steps[0]),
+        color=[cmap(0.5 + step / (2 * largest)) for step in steps],
+    )  # fmt: skip
+    bar.set_xlim(0, 1)
+    bar.set_ylim(-largest, largest)
     ends = [-largest, -largest / 2, 0.0, largest / 2, largest]
     shown = ends if box.height * height > 0.9 else [ends[0], 0.0, ends[-1]]
     bar.set_yticks(shown, [f"{2**end:.2g}x" for end in shown], fontsize=7.5)

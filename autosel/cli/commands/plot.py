@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pkgutil
 from importlib.util import find_spec
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -20,11 +18,6 @@ from autosel.cli.options import (
     routing_option,
 )
 from autosel.cli.report import Report, note
-
-if TYPE_CHECKING:
-    from autosel.core import Device
-    from autosel.evidence import Evidence
-    from autosel.store import Store
 
 
 def _kinds() -> list[str]:
@@ -87,23 +80,18 @@ def command(
     was measured on the device; the others show one layer, the only one or the first.
     """
     from autosel import figures, plots
-    from autosel.cli.database import reading
-    from autosel.device import detect
-    from autosel.evidence import devices_named
+    from autosel.cli.measured import gather_named
     from autosel.plot_style import check_path
 
     path = check_path(output)
     several = plots.kind(kind).several
-    with reading(db) as store:
-        devices = devices_named(store, stored_device) if stored_device else [detect(device)]
-        found = _gather(
-            store, targets, layer_options, devices, routing, {"cache": cache}, several=several
-        )
-        if not several and len(found) > 1:
-            others = ", ".join(one.label for one in found[1:])
-            note(f"drawn is {found[0].label}; others (--layer or a name picks one): {others}")
-        if not any(one.correct for one in found):
-            raise figures.nothing_here(store, found[0])
+    found = gather_named(
+        targets, layer_options, db=db, device=device, stored_device=stored_device,
+        routing=routing, timing={"cache": cache},
+    )  # fmt: skip
+    if not several and len(found) > 1:
+        others = ", ".join(one.label for one in found[1:])
+        note(f"drawn is {found[0].label}; others (--layer or a name picks one): {others}")
     shown = found if several else found[:1]
     options = plots.Options(baseline=baseline, num_tokens=tokens, size=size)
     figures.write(kind, shown, path, options)
@@ -113,39 +101,3 @@ def command(
         "layers": [{"layer": one.label, "problem": one.problem.to_dict()} for one in shown],
     }
     return Report(data, [f"wrote {path}"])
-
-
-def _gather(
-    store: Store,
-    targets: tuple[str, ...],
-    layer_options: LayerOptions,
-    devices: list[Device],
-    routing: str,
-    timing: dict[str, object],
-    *,
-    several: bool,
-) -> list[Evidence]:
-    """What is stored about the layers that were named, or about all; AutoselError for nothing."""
-    from autosel.cli.target import check_routing, resolve
-    from autosel.evidence import gather, gather_all, nothing_on
-
-    if not targets:
-        found = gather_all(store, devices, routing=routing, timing=timing)
-        if not found:
-            raise nothing_on(store, devices)
-        return found
-    asked = []
-    for text in targets:
-        target = resolve(text, layer_options)
-        check_routing(routing, target)
-        name = Path(target.name).resolve().name if target.kind == "checkpoint" else ""
-        for layer in target.layers:
-            label = f"{name}, {layer.label}" if name else layer.label
-            asked.append((label, layer.problem))
-    every = [
-        gather(store, problem, device, routing=routing, timing=timing, label=label)
-        for label, problem in asked
-        for device in devices
-    ]
-    # Layers that were not measured say nothing; when none was, the first tells why.
-    return [one for one in every if one.measurements] or every[:1]
