@@ -53,7 +53,7 @@ _MACHINE_ERRNO = frozenset(
 _MACHINE = re.compile(
     r"no space left on device|disk quota exceeded|read-only file system|too many open files|"
     r"no CUDA-capable device|no HIP GPUs|found no nvidia driver|driver/library version mismatch|"
-    r"cuda driver version is insufficient|devices? .{0,40}(busy or )?unavailable|"
+    r"cuda driver version is insufficient|device\S* .{0,40}unavailable|"
     r"device not ready|uncorrectable (ECC|NVLink) error|fallen off the bus|gpu is lost|"
     r"cudaErrorInitializationError|initialization error|system not yet initialized",
     re.IGNORECASE,

@@ -114,6 +114,7 @@ class _Told(Observer):
 
 class _Server:
     def __init__(self, connection: Connection, beat: Beat, cases: BinaryIO) -> None:
+        self._pid = os.getpid()
         self._connection = connection
         self._beat = beat
         self._cases = cases
@@ -125,6 +126,8 @@ class _Server:
         self._numbers: dict[Candidate, int] = {}
 
     def tell(self, message: Message) -> None:
+        if os.getpid() != self._pid:
+            os._exit(1)  # a candidate forked, and this copy of the worker has come back from it
         self._connection.send_bytes(pickle.dumps(message))
 
     def serve(self) -> None:
@@ -133,6 +136,7 @@ class _Server:
                 data = self._connection.recv_bytes()
             except (EOFError, OSError):
                 os._exit(0)  # the parent is gone, or a candidate closed the pipe
+            # Whatever runs on in the background, answers are told here alone.
             self.tell(self._answer(load(data)))
 
     def _answer(self, job: Job) -> Message:

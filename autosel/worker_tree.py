@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
 
 import psutil
 
+from autosel import cpuinfo
+
 #: Environment variable that marks a worker and all that it starts; its value is the worker's own.
 MARK = "AUTOSEL_WORKER_MARK"
+
+_HELD = re.compile(r"^Rss(?:Anon|Shmem):\s+(\d+) kB", re.MULTILINE)
 
 #: Seconds in which the processes of a killed session are expected to be gone. A process inside a
 #: driver's call dies when that call returns.
@@ -33,12 +38,15 @@ def members(leader: int) -> list[int]:
 
 
 def resident_bytes(pids: list[int]) -> int:
-    """Memory that would be free without these processes, files that are only mapped left out."""
+    """Memory that these processes hold; of files that are only mapped nothing counts (Linux)."""
     total = 0
     for pid in pids:
+        found = _HELD.findall(cpuinfo.read_text(f"/proc/{pid}/status"))
+        if found:
+            total += sum(map(int, found)) << 10
+            continue
         with contextlib.suppress(psutil.Error):
-            memory = psutil.Process(pid).memory_info()
-            total += memory.rss - getattr(memory, "shared", 0)
+            total += int(psutil.Process(pid).memory_info().rss)
     return total
 
 

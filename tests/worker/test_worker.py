@@ -1,0 +1,124 @@
+"""Sweeps with real worker processes and backends that misbehave, one a kind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from autosel import registry
+from autosel.core import Measurement
+from autosel.sources import RandomSource
+from autosel.store import Store
+from autosel.timing import TimingSettings
+from autosel.tune import sweep
+from autosel.tune_types import SweepResult, SweepSettings
+from autosel.worker_limits import StepLimits
+from tests.fakes import PROBLEM
+from tests.worker import misbehaving as m
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers need sessions of processes")
+
+LIMIT_S = 3.0
+LIMITS = StepLimits(
+    pack_s=LIMIT_S, first_call_s=LIMIT_S, verify_s=LIMIT_S * 10, call_s=LIMIT_S,
+    memory_bytes=900 << 20, processes=30,
+)  # fmt: skip
+QUICK = TimingSettings(rounds=2, samples_per_round=3, flush_bytes=1 << 20, race=False)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(*kinds: type[m.Good], store: Store | None = None, **settings: Any) -> SweepResult:
+    """A sweep of a tiny layer over these backends alone."""
+    with ExitStack() as stack:
+        for kind in kinds:
+            stack.enter_context(registry.register(kind))
+        chosen = SweepSettings(
+            **{
+                "token_counts": (m.TOKENS,),
+                "backends": tuple(kind.name for kind in kinds),
+                "timing": QUICK,
+                "limits": LIMITS,
+                **settings,
+            }
+        )
+        return sweep(RandomSource(PROBLEM), chosen, store=store)
+
+
+def row(result: SweepResult, kind: type[m.Good]) -> Measurement:
+    (found,) = [r for r in result.measurements if r.candidate.backend == kind.name]
+    return found
+
+
+def ours() -> set[int]:
+    """Processes below this one, and those that carry a worker's mark."""
+    found = {p.pid for p in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if "autosel-test-leftover" in process.cmdline():
+                found.add(process.pid)
+    return {p for p in found if psutil.pid_exists(p)
+            and psutil.Process(p).status() != psutil.STATUS_ZOMBIE}  # fmt: skip
+
+
+def test_every_kind_of_misbehaviour_is_a_row_and_harms_nobody() -> None:
+    before = ours()
+    # Good ones stand between bad ones: what a bad one leaves behind would meet them.
+    bad = list(m.BAD)
+    bad.remove(m.ReportsSettings)
+    kinds = [m.Slow, *bad, m.ChangesSettings, m.ReportsSettings, *m.HARMLESS[1:], m.Fast]
+    cwd, handler, threads = os.getcwd(), threading.active_count(), torch.get_num_threads()
+    result = run(*kinds)
+    for kind, (status, words) in m.BAD.items():
+        found = row(result, kind)
+        assert found.status == status, (kind, found.status, found.reason)
+        assert words in found.reason, (kind, found.reason)
+        assert "\n" not in found.reason
+        assert len(found.reason) < 600
+        assert not found.times_us
+    for kind in (m.Slow, m.Fast, *m.HARMLESS):
+        assert row(result, kind).status == "ok", (kind, row(result, kind).reason)
+    # Every limit of time is named.
+    for kind in (m.LoopsInPython, m.HangsInC, m.StopsItself):
+        assert f"{LIMIT_S:g} s" in row(result, kind).reason
+    # Where it was, and what it said last.
+    assert "misbehave (misbehaving.py:" in row(result, m.Segfault).reason
+    assert "about to read address 0" in row(result, m.Segfault).reason
+    assert str(LIMITS.memory_bytes) in row(result, m.TakesSharedMemory).reason
+    # What one changed, the next did not find.
+    found = row(result, m.ReportsSettings).reason
+    assert f"'threads': {threads}" in found
+    assert "'dtype': torch.float32" in found
+    assert f"'cwd': '{cwd}'" in found
+    assert "'leak': None" in found
+    assert "'path': True" in found
+    assert "'term': False" in found
+    assert "'alarm': False" in found
+    # The parent is as it was, and nothing is left of any worker.
+    assert os.getcwd() == cwd
+    assert torch.get_num_threads() == threads
+    deadline = time.monotonic() + 10
+    while (ours() - before or threading.active_count() > handler) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert ours() - before == set()
+    assert threading.active_count() <= handler
+    # And the choice is right: the slow one is never taken for the fast one.
+    assert result.decision(m.TOKENS).winner.backend != "slow"
+    slow, fast = row(result, m.Slow), row(result, m.Fast)
+    assert min(slow.times_us) > 9_000
+    assert min(fast.times_us) < min(slow.times_us)
