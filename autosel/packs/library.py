@@ -39,11 +39,13 @@ def load(path: Path, *, signed: bool = True) -> Pack | None:
 
 
 def mentions(path: Path, problem: Problem) -> bool:
-    """Whether a file in canonical form can be about ``problem``; costs no parsing."""
+    """Whether a file can be about ``problem``; costs no parsing where it is in canonical form."""
     try:
         raw = _bytes(*_state(path))
     except PackError:
         return True  # loading it says what is wrong
+    if not raw.startswith(b'{"candidates":['):
+        return True  # somebody reformatted it
     return records.to_json(problem_data(problem)).encode() in raw
 
 

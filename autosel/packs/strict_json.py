@@ -56,11 +56,12 @@ def read_bytes(path: Path) -> bytes:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise PackError(f"{path}: cannot be read: {reason}") from None
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode):
+        os.close(handle)
+        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device or pipe"
+        raise PackError(field_error(str(path), "pack", kind, "a file"))
     with os.fdopen(handle, "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device or pipe"
-            raise PackError(field_error(str(path), "pack", kind, "a file"))
         data = file.read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         size = max(found.st_size, len(data))
