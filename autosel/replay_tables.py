@@ -91,7 +91,7 @@ def cells_from_csv(
                 rounds = tables.setdefault(name, {}).setdefault(str(row[candidate]), {})
                 rounds.setdefault(row.get(round_column) or str(number), []).append(us)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        reason = " ".join(str(error).split())
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise AutoselError(field_error(where, "file", reason, "a CSV in UTF-8")) from None
     if not tables:
         raise AutoselError(field_error(where, "rows", "none", "one for each sample"))
