@@ -1,6 +1,6 @@
-"""The steps around the GEMM operators: activation, sum over slots.
+"""The steps around the GEMM operators: activation, int8 rows, sum over slots.
 
-On a GPU activation and sum are our own Triton kernels, one launch each, computing in float32 and
+On a GPU they are our own Triton kernels, one launch each, computing in float32 and
 rounding once; on the CPU (where only tests come) plain torch.
 """
 
@@ -80,6 +80,27 @@ def activate_into(out: torch.Tensor, h: torch.Tensor, activation: Activation) ->
         h, out, N=width, GATED=activation.gated, BLOCK=block, **activation_constants(activation)
     )
     return out
+
+
+def quantize_rows(x: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """int8 ``[R, N]`` and float32 ``[R, 1]`` whose product over ``factor`` is x ``[R, N]``.
+
+    The scale of a row is its largest magnitude over 127; rows of old memory may give anything.
+    """
+    rows, width = x.shape
+    if _plain(x):
+        largest = x.float().abs().amax(1, keepdim=True).clamp(min=1e-10)
+        scaled = x.float() * (127.0 / largest)
+        away = torch.where(scaled < 0, (scaled - 0.5).ceil(), (scaled + 0.5).floor())
+        return away.to(torch.int8), largest / 127.0 * factor
+    from autosel.kernels.row_int8 import quantize_rows_kernel
+
+    q = torch.empty((rows, width), dtype=torch.int8, device=x.device)
+    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    block = 1 << (width - 1).bit_length()
+    warps = min(max(block // 256, 1), 8)
+    quantize_rows_kernel[(rows,)](x, q, scales, factor, N=width, BLOCK=block, num_warps=warps)
+    return q, scales
 
 
 def reduce_into(

@@ -7,6 +7,7 @@ split-K reduction in float32; weights are rounded to the activations' type.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -91,6 +92,7 @@ def _capturing(device: torch.device) -> bool:
 
 
 WORKSPACES = Workspaces(per_multiprocessor=4)
+Inputs = tuple[torch.Tensor, torch.Tensor | None]
 
 
 def default_block_size(problem: Problem, num_tokens: int) -> int:
@@ -162,6 +164,10 @@ class Marlin(Backend):
     name: ClassVar[str] = "marlin"
     summary: ClassVar[str] = "Marlin's tensor-core kernels, from vLLM"
     distributions: ClassVar[tuple[str, ...]] = _vllm_ops.DISTRIBUTIONS
+    block_sizes: ClassVar[tuple[int, ...]] = BLOCK_SIZES
+
+    def block_size(self, problem: Problem, num_tokens: int) -> int:
+        return max(self.block_sizes[0], default_block_size(problem, num_tokens))
 
     def available(self, device: Device) -> Support:
         needs = Requirements()
@@ -183,15 +189,19 @@ class Marlin(Backend):
     def layout(self, problem: Problem, params: Params) -> Layout:
         return MarlinLayout(problem.act_dtype)
 
+    def inputs(self, packed: PackedExperts, name: str, rows: torch.Tensor) -> Inputs:
+        """Rows of one GEMM as the operator gets them, with a scale for each where they have one."""
+        return rows, None
+
     def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
         tiles = (AUTO, *dict.fromkeys(f"{k}x{n}" for group in TILES.values() for k, n in group))
         return Space(
             default={
-                "moe_block_size": default_block_size(problem, num_tokens),
+                "moe_block_size": self.block_size(problem, num_tokens),
                 "tile13": AUTO,
                 "tile2": AUTO,
             },
-            choices={"moe_block_size": BLOCK_SIZES, "tile13": tiles, "tile2": tiles},
+            choices={"moe_block_size": self.block_sizes, "tile13": tiles, "tile2": tiles},
             constraint=lambda params: tile_constraint(params, problem),
         )
 
@@ -204,14 +214,14 @@ class Marlin(Backend):
         out: torch.Tensor,
     ) -> torch.Tensor:
         problem = packed.problem
-        block = int(str(params.get("moe_block_size") or default_block_size(problem, x.shape[0])))
+        block = int(str(params.get("moe_block_size") or self.block_size(problem, x.shape[0])))
         blocks = align(routing.topk_ids, problem.num_local_experts, block)
         top_k, on_input = problem.top_k, problem.router_weight_on_input
         rows, order = x, packed.tensors.get("w13_order")
         if order is not None:  # every slot wants the inputs in its own expert's order
             rows, top_k = slot_rows(x, routing.topk_ids, order), 1
         weights = routing.topk_weights.view(-1, top_k)
-        y = gemms(packed, rows, blocks, weights, params, top_k, on_input, not on_input)
+        y = gemms(packed, rows, blocks, weights, params, top_k, on_input, not on_input, self.inputs)
         return reduce_into(out, y, routing.topk_ids, problem.num_local_experts)
 
 
@@ -224,10 +234,12 @@ def gemms(
     top_k: int,
     weight_first: bool,
     weight_second: bool,
+    inputs: Callable[[PackedExperts, str, torch.Tensor], Inputs] | None = None,
 ) -> torch.Tensor:
     """Both GEMMs and the activation: rows ``[R, H]`` of x to ``[R * top_k, H]``.
 
-    Rows that no block names hold old memory in the result.
+    ``inputs`` turns the rows of a GEMM into what the operator takes. Rows that no block names hold
+    old memory in the result.
     """
     problem, device = packed.problem, x.device
     rows, hidden = x.shape
@@ -237,9 +249,11 @@ def gemms(
     a = torch.empty((slots, inner), dtype=x.dtype, device=device)
     y = torch.empty((slots, hidden), dtype=x.dtype, device=device)
     try:
-        _gemm(packed, "w13", x, h, blocks, topk_weights, params, top_k, weight_first)
+        first = inputs(packed, "w13", x) if inputs else (x, None)
+        _gemm(packed, "w13", first, h, blocks, topk_weights, params, top_k, weight_first)
         activate_into(a, h, problem.activation)
-        _gemm(packed, "w2", a, y, blocks, topk_weights, params, 1, weight_second)
+        second = inputs(packed, "w2", a) if inputs else (a, None)
+        _gemm(packed, "w2", second, y, blocks, topk_weights, params, 1, weight_second)
     except Exception:
         WORKSPACES.renew(device)
         raise
@@ -249,7 +263,7 @@ def gemms(
 def _gemm(
     packed: PackedExperts,
     name: str,
-    rows: torch.Tensor,
+    inputs: Inputs,
     out: torch.Tensor,
     blocks: Aligned,
     topk_weights: torch.Tensor,
@@ -257,7 +271,7 @@ def _gemm(
     top_k: int,
     weighted: bool,
 ) -> None:
-    tensors = packed.tensors
+    tensors, (rows, row_scales) = packed.tensors, inputs
     scheme = packed.problem.w13 if name == "w13" else packed.problem.w2
     thread_k, thread_n = _tile(params.get("tile13" if name == "w13" else "tile2", AUTO))
     values: dict[str, Any] = {
@@ -266,7 +280,7 @@ def _gemm(
         "b_q_weight": tensors[name],
         "b_bias": tensors.get(f"{name}_bias"),
         "b_scales": tensors[f"{name}_scales"],
-        "a_scales": None,
+        "a_scales": row_scales,
         "global_scale": None,
         "b_zeros": tensors.get(f"{name}_zeros"),
         "g_idx": None,

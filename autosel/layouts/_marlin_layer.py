@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -48,6 +48,8 @@ class MarlinLayer(Layout):
     """
 
     act_dtype: str = "bfloat16"
+    #: Width of the activations in the kernel, which the order inside a tile depends on.
+    act_bits: ClassVar[int] = 16
 
     @property
     def key(self) -> str:
@@ -167,7 +169,7 @@ class MarlinLayer(Layout):
             zeros = place(weight.zero_points[e], groups)  # [N', G']
         scales = place(cast(weight.scales, "scales"), groups)  # [N', G']
         parts = {
-            name: pack_tiles(self.encode(codes, zeros, gemm), bits),
+            name: pack_tiles(self.encode(codes, zeros, gemm), bits, self.act_bits),
             f"{name}_scales": self.permute_scales(scales.T.contiguous(), gemm.scheme),
         }
         if zeros is not None:
@@ -197,7 +199,8 @@ class MarlinLayer(Layout):
         if f"{name}_zeros" in tensors:
             zeros = self.unpack_zeros(tensors[f"{name}_zeros"], bits).T  # [N', G']
             out["zero_points"] = place(zeros, groups)
-        codes = self.decode(unpack_tiles(tensors[name], bits), zeros, gemm)  # [N', K']
+        words = unpack_tiles(tensors[name], bits, self.act_bits)
+        codes = self.decode(words, zeros, gemm)  # [N', K']
         codes = place(codes, gemm.inputs)
         if cols is not None:
             codes = codes[:, torch.argsort(cols.long())]

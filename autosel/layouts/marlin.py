@@ -18,12 +18,14 @@ The hidden size is never padded, since it is the width of the caller's tensors.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from autosel.core import Problem, QuantScheme
+from autosel.core import CanonicalExperts, Problem, QuantScheme
+from autosel.errors import UnsupportedError, field_error
+from autosel.interfaces import PackedExperts
 from autosel.layouts import _common as common
 from autosel.layouts import _marlin_tiles as tiles
 from autosel.layouts._marlin_layer import Gemm, MarlinLayer
@@ -80,10 +82,46 @@ class Marlin(MarlinLayer):
         return common.cut_shards(values, gemm.shards, gemm.outputs // gemm.shards, width)
 
     def permute_scales(self, scales: torch.Tensor, scheme: QuantScheme) -> torch.Tensor:
-        return tiles.permute_scales(scales)
+        return tiles.permute_scales(scales, self.act_bits)
 
     def pack_zeros(self, zeros: torch.Tensor, num_bits: int) -> torch.Tensor:
-        return tiles.pack_zeros(zeros, num_bits)
+        return tiles.pack_zeros(zeros, num_bits, self.act_bits)
 
     def unpack_zeros(self, words: torch.Tensor, num_bits: int) -> torch.Tensor:
-        return tiles.unpack_zeros(words, num_bits)
+        return tiles.unpack_zeros(words, num_bits, self.act_bits)
+
+
+@dataclass(frozen=True)
+class MarlinInt8(Marlin):
+    """The same for int8 activations and 4-bit weights, in tiles of 32 inputs x 32 outputs.
+
+    Scales of several groups become integers in units of ``meta["factors"][gemm]``, the largest
+    scale of all experts over 4096, for the kernel adds integer products of groups; they stand as
+    int16 bits in the act dtype, which the operator takes its output's dtype from. This rounds, so
+    there is no way back. A scale alone in its row stays as it is and the factor is 1.
+    """
+
+    name: ClassVar[str] = "marlin_int8"
+    invertible: ClassVar[bool] = False
+    act_bits: ClassVar[int] = 8
+
+    def check(self, problem: Problem) -> None:
+        super().check(problem)
+        for gemm in self.gemms(problem):
+            bits = gemm.scheme.num_bits
+            common.require(f"layout {self.name}, {gemm.name}", ("bits", bits, 4, bits == 4))
+
+    def pack(self, experts: CanonicalExperts) -> PackedExperts:
+        """As :meth:`Marlin.pack`."""
+        packed = super().pack(experts)
+        tensors, factors = dict(packed.tensors), {}
+        for gemm in self.gemms(experts.problem):
+            key, factors[gemm.name] = f"{gemm.name}_scales", 1.0
+            if gemm.stored_groups > 1 and bool(tensors[key].any()):
+                tensors[key], factors[gemm.name] = tiles.int8_scales(tensors[key])
+        return replace(packed, tensors=tensors, meta={**packed.meta, "factors": factors})
+
+    def unpack(self, packed: PackedExperts) -> CanonicalExperts:
+        raise UnsupportedError(
+            field_error(f"layout {self.key}", "unpack", "rounded scales", "an invertible layout")
+        )

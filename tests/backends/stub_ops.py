@@ -67,12 +67,24 @@ def _marlin(calls: list[Call], names: list[str]) -> Any:
         assert words.dtype == torch.int32
         assert k % 64 == 0
         assert n % 64 == 0
-        assert scales.dtype == a.dtype == c.dtype
+        row_scales = call.get("a_scales")
+        act_bits = 8 if a.dtype == torch.int8 else 16
+        if act_bits == 8:
+            assert bits == 4
+            assert k % 32 == 0
+            assert block >= 16
+            assert row_scales.dtype == torch.float32
+            assert tuple(row_scales.shape) == (m, 1)
+            assert row_scales.is_contiguous()
+        else:
+            assert row_scales is None
+            assert a.dtype == c.dtype
+        assert scales.dtype == c.dtype
         assert scales.shape[2] == n
         assert k % scales.shape[1] == 0
         assert scales.shape[1] == 1 or k // scales.shape[1] in (32, 64, 128)
         assert (zeros is not None) == (type_id == WITH_ZEROS)
-        assert bias is None or (tuple(bias.shape[1:]) == (n,) and bias.dtype == a.dtype)
+        assert bias is None or (tuple(bias.shape[1:]) == (n,) and bias.dtype == c.dtype)
         assert call["workspace"].dtype == torch.int32
         assert not call["workspace"].any()
         assert call["topk_weights"].dtype == torch.float32
@@ -82,7 +94,7 @@ def _marlin(calls: list[Call], names: list[str]) -> Any:
         assert not call["is_zp_float"]
         assert call.get("is_full_k", True)
         assert not call.get("is_ep")
-        for extra in ("a_scales", "global_scale", "g_idx_or_none", "perm_or_none"):
+        for extra in ("global_scale", "g_idx_or_none", "perm_or_none"):
             assert call.get(extra) is None
         weights: dict[int, torch.Tensor] = {}
         used = int(call["num_tokens_past_padded"])
@@ -93,12 +105,18 @@ def _marlin(calls: list[Call], names: list[str]) -> Any:
                 tensors = {"w": words[expert], "w_scales": scales[expert]}
                 if zeros is not None:
                     tensors["w_zeros"] = zeros[expert]
-                weights[expert] = marlin_simulation.read_gemm(tensors, "w", bits).to(a.dtype)
+                read = marlin_simulation.read_gemm(tensors, "w", bits, act_bits)
+                weights[expert] = read.to(a.dtype if act_bits == 16 else torch.float64)
             slots = sorted_ids[b * block : (b + 1) * block]
             slots = slots[slots < m * call["top_k"]].long()
-            rows = a[slots // call["top_k"]].float() @ weights[expert].float().T
+            used_rows = slots // call["top_k"]
+            if act_bits == 16:
+                rows = a[used_rows].float() @ weights[expert].float().T
+            else:
+                rows = a[used_rows].double() @ weights[expert].T * row_scales[used_rows]
+                rows = rows.float()
             if bias is not None:
-                rows = rows.to(a.dtype).float()
+                rows = rows.to(c.dtype).float()
                 rows += marlin_simulation.read_bias(bias[expert]).float()
             if call["mul_topk_weights"]:
                 rows *= call["topk_weights"].flatten()[slots, None]

@@ -47,6 +47,7 @@ RIGHT_REFUSALS = {
     "humming": ("router weight",),
     "triton": (),
     "emulation": (),
+    "marlin_int8": ("asymmetric 8 bit", "found 8, required 4"),
 }
 
 
@@ -127,6 +128,7 @@ CAPTURED: dict[str, tuple[str, dict[str, Any]]] = {
     "humming grouped": ("humming", {"kind": "grouped_contiguous"}),
     "triton": ("triton", {}),
     "emulation": ("emulation", {}),
+    "marlin_int8": ("marlin_int8", {}),
 }
 
 
@@ -158,7 +160,8 @@ def test_cuda_graph(case: str, act_order: str) -> None:
         graph.replay()
         torch.cuda.synchronize()
         expected = reference.moe(x, experts, routed, expert_map=expert_map)
-        assert (out.double() - expected).norm() / expected.norm() < 1.2e-2
+        limit = 1.2e-2 if backend.accuracy(params) == "exact" else 4e-2
+        assert (out.double() - expected).norm() / expected.norm() < limit
 
 
 @pytest.mark.parametrize("name", ["marlin", "triton"])

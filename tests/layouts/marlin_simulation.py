@@ -89,12 +89,18 @@ def read_scales(scales: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def read_int8_scales(scales: torch.Tensor) -> torch.Tensor:
+    """``[G, N]`` of an int8 kernel to natural order: every row as if alone; integers if several."""
+    rows = torch.cat([read_scales(row[None]) for row in scales])
+    return rows if len(rows) == 1 else rows.view(torch.int16)
+
+
 def read_bias(bias: torch.Tensor) -> torch.Tensor:
     return read_scales(bias[None])[0]
 
 
-def read_zeros(words: torch.Tensor, num_bits: int) -> np.ndarray:
-    """int32 ``[G, N * b / 32]`` (16-bit activations) to true zero points ``[G, N]``."""
+def read_zeros(words: torch.Tensor, num_bits: int, act_bits: int = 16) -> np.ndarray:
+    """int32 ``[G, N * b / 32]`` to true zero points ``[G, N]``; 8-bit activations: 4 bit only."""
     groups, count = words.shape
     size_n = count * 32 // num_bits
     values = words.numpy().astype(np.int64) & 0xFFFFFFFF
@@ -104,7 +110,8 @@ def read_zeros(words: torch.Tensor, num_bits: int) -> np.ndarray:
             if num_bits == 4:
                 word = values[:, 8 * b + i]
                 for t in range(8):
-                    out[:, 64 * b + i + 8 * [0, 2, 4, 6, 1, 3, 5, 7][t]] = _bits(word, 4, t)
+                    column = [0, 2, 4, 6, 1, 3, 5, 7][t] if act_bits == 16 else t
+                    out[:, 64 * b + i + 8 * column] = _bits(word, 4, t)
             else:
                 for h in range(2):
                     word = values[:, 16 * b + 2 * i + h]
@@ -115,17 +122,22 @@ def read_zeros(words: torch.Tensor, num_bits: int) -> np.ndarray:
     return out
 
 
-def read_gemm(tensors: dict[str, torch.Tensor], name: str, num_bits: int) -> torch.Tensor:
+def read_gemm(
+    tensors: dict[str, torch.Tensor], name: str, num_bits: int, act_bits: int = 16
+) -> torch.Tensor:
     """The weights float64 ``[N, K]`` that the kernel multiplies with, for one expert.
 
     The group length is what the kernel derives: stored inputs divided by scale rows.
     """
-    codes = torch.from_numpy(read_codes(tensors[name], num_bits)).double()
-    scales = read_scales(tensors[f"{name}_scales"]).double().T  # [N, G]
+    codes = torch.from_numpy(read_codes(tensors[name], num_bits, act_bits)).double()
+    read = read_scales if act_bits == 16 else read_int8_scales
+    scales = read(tensors[f"{name}_scales"]).double().T  # [N, G]
     length = codes.shape[1] // scales.shape[1]
     assert length * scales.shape[1] == codes.shape[1]
     if f"{name}_zeros" in tensors:
-        zeros = torch.from_numpy(read_zeros(tensors[f"{name}_zeros"], num_bits)).double().T
+        zeros = (
+            torch.from_numpy(read_zeros(tensors[f"{name}_zeros"], num_bits, act_bits)).double().T
+        )
     else:
         zeros = torch.full_like(scales, 1 << (num_bits - 1))
     return (codes - zeros.repeat_interleave(length, 1)) * scales.repeat_interleave(length, 1)
