@@ -349,6 +349,32 @@ def _incidents(db: Database) -> None:
     """)
 
 
+@MIGRATIONS(name="0006_certificates")
+def _certificates(db: Database) -> None:
+    db.executescript("""
+        -- What was proven about a candidate on a layer, at every token count. The newest of a
+        -- candidate holds; a failed one is there to say why.
+        CREATE TABLE certificates (
+            id INTEGER PRIMARY KEY,
+            problem_id INTEGER NOT NULL REFERENCES problems(id),
+            device_id INTEGER NOT NULL REFERENCES devices(id),
+            versions_id INTEGER NOT NULL REFERENCES versions(id),
+            candidate_id INTEGER NOT NULL REFERENCES candidates(id),
+            level TEXT NOT NULL,
+            status TEXT NOT NULL,
+            code TEXT NOT NULL,          -- hash of the backend's and layout's sources
+            spec TEXT NOT NULL CHECK (json_valid(spec)),
+            created TEXT NOT NULL
+        ) STRICT;
+        CREATE INDEX certificates_by_key ON certificates (problem_id, device_id, versions_id);
+
+        CREATE TRIGGER certificates_are_append_only BEFORE UPDATE ON certificates
+        BEGIN SELECT RAISE(ABORT, 'certificates are append-only'); END;
+
+        PRAGMA user_version = 6;
+    """)
+
+
 def _canonical(data: dict[str, Any]) -> str:
     """As :func:`autosel.records.to_json` writes it at this step; a step never changes."""
     return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

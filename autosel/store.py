@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypedDict, Unpack
 
-from autosel import identity, incidents, plan_rows, records, rows
+from autosel import certificate_rows, identity, incidents, plan_rows, records, rows
 from autosel.buckets import newest_cover
-from autosel.core import Candidate, Decision, Device, Measurement, Plan, Problem
+from autosel.core import Candidate, Certificate, Decision, Device, Measurement, Plan, Problem
 from autosel.errors import StoreError, field_error
 from autosel.incidents import Incident
 from autosel.plan_rows import StoredPlan
@@ -164,6 +164,19 @@ class Store:
                 {
                     **self._owner(incident.problem, incident.device),
                     "candidate_id": self._candidate(incident.candidate),
+                    **columns,
+                },
+            )
+
+    def add_certificate(self, certificate: Certificate) -> int:
+        """Append what was proven about a candidate, or what was found against it."""
+        columns = certificate_rows.columns(certificate)
+        with self._tables.write():
+            return self._tables.insert(
+                "certificates",
+                {
+                    **self._owner(certificate.problem, certificate.device),
+                    "candidate_id": self._candidate(certificate.candidate),
                     **columns,
                 },
             )
@@ -332,6 +345,29 @@ class Store:
         return rows.parsed(
             "incidents", self._tables.select(sql, where, "x.created, x.id"), incidents.stored
         )
+
+    def certificates(
+        self,
+        problem: Problem | None = None,
+        device: Device | None = None,
+        candidate: Candidate | None = None,
+        *,
+        history: bool = False,
+    ) -> list[Certificate]:
+        """What was proven about candidates, oldest first; for each layer, device and candidate the
+        newest. ``history`` gives all. ``device`` matches with its driver and versions."""
+        where = rows.identity(problem, device, None)
+        if candidate is not None:
+            where |= {f"c.{name}": v for name, v in rows.candidate_columns(candidate).items()}
+        sql = (
+            f"SELECT x.*, {rows.NAMES}, c.backend, c.params, c.layout FROM certificates AS x"
+            f" {rows.JOINS} JOIN candidates AS c ON c.id = x.candidate_id"
+        )
+        found = self._tables.select(sql, where, "x.created, x.id")
+        if not history:
+            names = ("problem_id", "device_id", "versions_id", "candidate_id")
+            found = list({tuple(row[name] for name in names): row for row in found}.values())
+        return rows.parsed("certificates", found, certificate_rows.stored)
 
     def sweeps(self) -> list[Sweep]:
         """All sweeps, oldest first."""

@@ -238,7 +238,7 @@ class Certificate:
             "audit": asdict(self.audit),
         }
         data |= {name: getattr(self, name) for name in _PLAIN}
-        return {**data, "sha256": _checksum(data)}
+        return sealed(data)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Certificate:
@@ -287,6 +287,11 @@ _PLAIN = (
     "bias",
     "runs",
 )
+
+
+def sealed(data: Mapping[str, Any]) -> dict[str, Any]:
+    """A certificate's content with its checksum."""
+    return {**data, "sha256": _checksum(data)}
 
 
 def _checksum(data: Mapping[str, Any]) -> str:
