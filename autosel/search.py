@@ -223,7 +223,7 @@ class _Sampler:
         self._space = space
         self._choices = {n: v for n, v in space.choices.items() if len(v) > 1}
         self._distributions = {n: self._distribution(v) for n, v in self._choices.items()}
-        with self._quiet():
+        with quiet(optuna):
             self._study = optuna.create_study(
                 sampler=optuna.samplers.TPESampler(
                     seed=seed, n_startup_trials=STARTUP, multivariate=True
@@ -236,7 +236,7 @@ class _Sampler:
         return self._optuna.distributions.CategoricalDistribution(range(len(values)))
 
     def ask(self) -> tuple[Any, Point]:
-        with self._quiet():
+        with quiet(self._optuna):
             trial = self._study.ask(self._distributions)
         fixed = {name: values[0] for name, values in self._space.choices.items()}
         chosen = {name: self._choices[name][i] for name, i in trial.params.items()}
@@ -244,13 +244,13 @@ class _Sampler:
 
     def tell(self, trial: Any, value: float | None) -> None:
         state = self._optuna.trial.TrialState
-        with self._quiet():
+        with quiet(self._optuna):
             self._study.tell(trial, value, state=state.FAIL if value is None else state.COMPLETE)
 
     def discard(self, trial: Any, illegal: bool) -> None:
         """Illegal points count as bad ones, so that their region is left; repeats do not count."""
         state = self._optuna.trial.TrialState
-        with self._quiet():
+        with quiet(self._optuna):
             self._study.tell(trial, state=state.PRUNED if illegal else state.FAIL)
 
     def learn(self, point: Point, value: float | None) -> None:
@@ -264,19 +264,19 @@ class _Sampler:
         trial = self._optuna.trial.create_trial(
             params=places, distributions=self._distributions, value=value
         )
-        with self._quiet():
+        with quiet(self._optuna):
             self._study.add_trial(trial)
 
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        """Optuna reports each study on stderr; the caller's setting is put back."""
-        logging = self._optuna.logging
-        before = logging.get_verbosity()
-        logging.set_verbosity(logging.ERROR)
-        try:
-            yield
-        finally:
-            logging.set_verbosity(before)
+
+@contextmanager
+def quiet(optuna: Any) -> Iterator[None]:
+    """Optuna reports each study on stderr; the caller's setting is put back."""
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    try:
+        yield
+    finally:
+        optuna.logging.set_verbosity(before)
 
 
 def _ordered(values: tuple[Scalar, ...]) -> bool:
