@@ -25,17 +25,16 @@ from autosel.core import (
     Plan,
     PlannedBucket,
     Problem,
-    Reason,
     Status,
     TokenBucket,
 )
-from autosel.decide import decide
 from autosel.errors import AutoselError, NothingUsableError, StoreError, field_error
 from autosel.explanation import explain
 from autosel.fallback import DEFAULTS
 from autosel.identity import hardware_differences, version_differences
 from autosel.interfaces import Backend
 from autosel.layer_layouts import by_plan, one_copy
+from autosel.next_best import again, instead
 from autosel.planning import held
 from autosel.store import Store
 from autosel.tiers import Answer, Answers, Tiers, open_tiers
@@ -202,69 +201,37 @@ class Chooser:
         for answer in self._answers.usable:
             found += [d for d in answer.decisions if d.winner not in self._failed]
             counts = {m.num_tokens for m in answer.measurements}
-            again = [self._again(answer, bucket) for bucket in buckets(counts)] if counts else []
-            again += [self._next_best(d) for d in answer.decisions]
-            found += [d for d in again if d is not None]
+            # A pack's own buckets say where it has no answer.
+            own = buckets(counts) if counts and answer.entry is None else ()
+            rows = answer.measurements
+            next_ones = [again(rows, b, self._banned, allow_a8=self._allow_a8) for b in own]
+            next_ones += [self._instead(answer, d) for d in answer.decisions]
+            found += [d for d in next_ones if d is not None]
         return list(newest_cover(found))
 
     def _decide(self, bucket: TokenBucket, layout: str) -> Decision | None:
         """The best in one layout, by the first tier that knows about the bucket."""
         for answer in self._answers.usable:
-            found = self._again(answer, bucket, layout)
+            rows = answer.measurements
+            found = again(rows, bucket, self._banned, allow_a8=self._allow_a8, layout=layout)
             decision = answer.at(bucket.low)
             if found is None and decision is not None:
-                found = self._next_best(decision, layout)
-            if found is not None:
+                found = self._instead(answer, decision, layout)
+            if found is not None and not answer.illegal(found.winner, self.device):
                 return replace(found, bucket=bucket)
         return None
 
-    def _again(
-        self, answer: Answer, bucket: TokenBucket, layout: str | None = None
+    def _banned(self, candidate: Candidate) -> bool:
+        return candidate in self._failed
+
+    def _instead(
+        self, answer: Answer, decision: Decision, layout: str | None = None
     ) -> Decision | None:
-        rows = [
-            m
-            for m in answer.measurements
-            if m.num_tokens == bucket.measured and m.candidate not in self._failed
-        ]
+        def banned(candidate: Candidate) -> bool:
+            return candidate in self._failed or answer.illegal(candidate, self.device)
 
-        def of_layout(m: Measurement) -> Reason | None:
-            same = layout is None or m.candidate.layout == layout
-            return None if same else Reason("layout", m.candidate.layout, str(layout))
-
-        try:
-            found = decide(rows, bucket=bucket, allow_a8=self._allow_a8, require=[of_layout])
-        except AutoselError:  # no rows, or rows of several ways of timing: nothing to go by
-            return None
-        return found if isinstance(found, Decision) else None
-
-    def _next_best(self, decision: Decision, layout: str | None = None) -> Decision | None:
-        """The fastest candidate that a decision names and that may serve, by its figures alone.
-
-        Packs without samples have nothing else. None where it names none.
-        """
-        named = [(decision.winner, decision.winner_us, decision.accuracy)]
-        named += [
-            (r.candidate, r.time_us, r.accuracy)
-            for r in decision.rejected
-            if r.status == "ok" and r.time_us is not None
-        ]
-        fit = [
-            (us, place, candidate, accuracy)
-            for place, (candidate, us, accuracy) in enumerate(named)
-            if candidate not in self._failed
-            and (layout is None or candidate.layout == layout)
-            and (accuracy == "exact" or self._allow_a8)
-        ]
-        if not fit:
-            return None
-        us, _, candidate, accuracy = min(fit)
-        if candidate == decision.winner:
-            return decision
-        why = f"{candidate.key} takes {us:.4g} us; {decision.winner.key} cannot serve here"
-        return replace(
-            decision, winner=candidate, winner_us=us, accuracy=accuracy, runner_up=None,
-            runner_up_us=None, margin=None, margin_interval=None, tie=False, why=why, rejected=(),
-        )  # fmt: skip
+        rows = answer.measurements
+        return instead(decision, rows, banned, allow_a8=self._allow_a8, layout=layout)
 
     def _resident(self, decided: list[Decision]) -> list[Decision]:
         """The same tokens, served from the copies that the plan keeps resident, or from one."""

@@ -13,24 +13,32 @@ from autosel.tiers import Answer, Tiers
 
 
 def prover(
-    load: Callable[[], CanonicalExperts], device: Device, expert_map: torch.Tensor | None
+    load: Callable[[], CanonicalExperts],
+    device: Device,
+    expert_map: torch.Tensor | None,
+    *,
+    leads: bool = False,
 ) -> Prove | None:
     """What :class:`~autosel.layer_choice.Chooser` calls for a compatible answer.
 
     load        the layer's weights on the device
     expert_map  int32 ``[num_experts]`` on the device, or None where every expert is here
 
+    leads       only this rank asks, and the others do as it says (:mod:`autosel.ranks`)
+
     None inside a process group of several ranks: ranks that timed for themselves could disagree.
     There a pack counts only where the check has passed before (``autosel pack check``).
     """
-    if _several_ranks():
+    if _several_ranks() and not leads:
         return None
 
     def prove(tiers: Tiers, answer: Answer) -> None:
         assert answer.entry is not None, "only packs are graded"
-        result = canary.run(answer.entry, load(), device, expert_map=expert_map)
-        place = tiers.store.path
-        canary_results.keep(place, answer.origin.sha256, answer.entry, device, result)
+        key = (tiers.store.path, answer.origin.sha256, answer.entry, device)
+        # A check that failed is not repeated at each start; `autosel pack check --again` does.
+        if canary_results.find(*key) is None:
+            result = canary.run(answer.entry, load(), device, expert_map=expert_map)
+            canary_results.keep(*key, result)
 
     return prove
 

@@ -28,7 +28,8 @@ from typing import Any, Literal
 
 from autosel import identity, sqlite_file
 from autosel.buckets import newest_cover
-from autosel.core import Candidate, Decision, Device, Measurement, Problem
+from autosel.core import Candidate, Decision, Device, Measurement, Problem, TokenBucket
+from autosel.next_best import instead
 from autosel.packs import canary_results, library, places
 from autosel.packs.grade import Graded
 from autosel.packs.grade import grade as grade_of
@@ -95,6 +96,14 @@ class Answer:
     decisions: tuple[Decision, ...]
     measurements: tuple[Measurement, ...] = ()
     entry: Entry | None = field(default=None, repr=False)
+
+    def illegal(self, candidate: Candidate, device: Device) -> bool:
+        """Whether a pack names a candidate that must not run here; databases hold what ran."""
+        entry = self.entry
+        if entry is None:
+            return False
+        tokens = self.decisions[0].bucket.measured if self.decisions else 1
+        return bool(library.why_illegal(candidate, entry.problem, device, tokens))
 
     def at(self, num_tokens: int) -> Decision | None:
         return next((d for d in self.decisions if num_tokens in d.bucket), None)
@@ -240,7 +249,7 @@ class Tiers:
     ) -> Answer:
         graded = grade_of(entry.source, wish.device)
         proven, note = graded.grade == "exact", ""
-        decisions = wish.allowed(entry, failed)
+        rows = tuple(m.row for m in entry.measured if m.row.times_us or m.row.status != "ok")
         if graded.grade == "compatible":
             result = canary_results.find(self.store.path, pack.sha256, entry, wish.device)
             proven = result is not None and result.passed
@@ -248,10 +257,10 @@ class Tiers:
         elif graded.grade == "foreign":
             note = "made on something else: " + "; ".join(map(str, graded.differences))
         if proven:
-            decisions, illegal = wish.legal(decisions)
-            proven, note = bool(decisions) or not illegal, illegal
+            note = wish.why_illegal(entry)
+            proven = not note
+        decisions = wish.allowed(entry, rows, failed)
         origin = Origin(tier, str(path), graded, proven, entry.decided, note, pack.sha256)
-        rows = tuple(m.row for m in entry.measured if m.row.times_us or m.row.status != "ok")
         return Answer(origin, decisions, rows, entry)
 
 
@@ -282,27 +291,39 @@ class _Wish:
             and same_mode(self.timing, entry.timing)
         )
 
-    def allowed(self, entry: Entry, failed: set[tuple[Candidate, int]]) -> tuple[Decision, ...]:
-        """Decisions whose winner is allowed and has not failed here inside its bucket."""
-        return tuple(
-            d
-            for d in entry.decisions
-            if (self.allow_a8 or d.accuracy == "exact")
-            and not any(
-                c == d.winner and (m in d.bucket or m == d.bucket.measured) for c, m in failed
-            )
-        )
+    def allowed(
+        self,
+        entry: Entry,
+        rows: Sequence[Measurement],
+        failed: set[tuple[Candidate, int]],
+    ) -> tuple[Decision, ...]:
+        """Decisions with the next best where a winner is not allowed, or failed here before."""
+        found = []
+        for d in entry.decisions:
 
-    def legal(self, decisions: Sequence[Decision]) -> tuple[tuple[Decision, ...], str]:
-        """Decisions whose winner is a point of its backend's space here; why the first is not."""
-        kept, why = [], ""
-        for d in decisions:
-            reason = library.why_illegal(d.winner, self.problem, self.device, d.bucket.measured)
-            if reason:
-                why = why or reason
-            else:
-                kept.append(d)
-        return tuple(kept), why
+            def banned(candidate: Candidate, d: Decision = d) -> bool:
+                bucket = d.bucket
+                if any(c == candidate and (m in bucket or m == bucket.measured) for c, m in failed):
+                    return True
+                return candidate != d.winner and bool(self._illegal(candidate, bucket))
+
+            found.append(instead(d, rows, banned, allow_a8=self.allow_a8))
+        return tuple(d for d in found if d is not None)
+
+    def why_illegal(self, entry: Entry) -> str:
+        """Why a chosen or planned candidate is no point of its backend's space; "" where all are.
+
+        A pack that claims this very machine and names what its backend would never propose is not
+        believed in anything.
+        """
+        named = [(d.winner, d.bucket) for d in entry.decisions]
+        for item in entry.plan.buckets if entry.plan else ():
+            named += [(item.candidate, item.bucket), (item.best, item.bucket)]
+        reasons = (self._illegal(candidate, bucket) for candidate, bucket in named)
+        return next((reason for reason in reasons if reason), "")
+
+    def _illegal(self, candidate: Candidate, bucket: TokenBucket) -> str:
+        return library.why_illegal(candidate, self.problem, self.device, bucket.measured)
 
 
 def _at(answers: Iterable[Answer], num_tokens: int) -> Iterator[Found]:
