@@ -233,8 +233,9 @@ class FusedMoE(PackedModule):
 
         on_device = None if chosen is None else chosen.to(where)
         make = partial(
-            Chooser, problem, described, db, routing=routing, allow_a8=allow_a8, layouts=layouts, plan=plan,
-            model=model, prove=prover(loader, described, on_device) if check else None,
+            Chooser, problem, described, db, routing=routing, allow_a8=allow_a8, layouts=layouts,
+            plan=plan, model=model,
+            prove=prover(loader, described, on_device, leads=bool(ranks)) if check else None,
         )  # fmt: skip
         chooser: Chooser | SharedChooser = (
             make() if ranks is None else SharedChooser(ranks, make, problem, described)

@@ -21,11 +21,12 @@ from autosel.compare import compare
 from autosel.core import CanonicalExperts, Device, Params, Problem, Routing, Status, Support
 from autosel.dispatch import apply
 from autosel.dtypes import torch_dtype
-from autosel.errors import AutoselError, UnsupportedError, field_error
+from autosel.errors import AutoselError, RankError, UnsupportedError, field_error
 from autosel.failures import CAUGHT, failed, is_out_of_memory
 from autosel.interfaces import Backend, Layout, PackedExperts
 from autosel.layer_check import Probe, make_probe
-from autosel.layer_choice import Choice, Chooser
+from autosel.layer_choice import Choice, Chooser, Fault
+from autosel.ranks_choice import SharedChooser
 
 #: Gives the layer's weights, or raises AutoselError where they are gone for good.
 Loader = Callable[[], CanonicalExperts]
@@ -106,7 +107,7 @@ class LayerRuntime:
     def __init__(
         self,
         loader: Loader,
-        chooser: Chooser,
+        chooser: Chooser | SharedChooser,
         device: torch.device,
         expert_map: torch.Tensor | None,
         *,
@@ -201,21 +202,30 @@ class LayerRuntime:
             needed = {choice.candidate.layout for choice in choices}
             for key in [key for key in self._packed if key not in needed]:
                 del self._packed[key]
-            entries = []
-            for choice in choices:
-                try:
-                    entry = self._entry(choice, source)
-                    if choice.candidate not in proven:
-                        self._prove(entry, source)
-                        proven[choice.candidate] = entry
-                except _FaultyError as fault:
-                    self._chooser.withdraw(
-                        choice, fault.status, fault.reason, tell_database=not fault.values
-                    )
-                    break
-                entries.append(entry)
-            else:
+            try:
+                entries, fault = self._proven(choices, proven, source)
+            except Exception as error:  # no candidate's fault: weights that cannot be read
+                if isinstance(self._chooser, SharedChooser):
+                    self._chooser.abort(error)  # the other ranks wait for this one
+                raise
+            if self._chooser.settle(fault):
                 return _Table(tuple(entries))
+
+    def _proven(
+        self, choices: tuple[Choice, ...], proven: dict[object, Entry], source: _Once
+    ) -> tuple[list[Entry], Fault | None]:
+        """Entries that are packed, run and compared, up to the first that cannot serve."""
+        entries: list[Entry] = []
+        for choice in choices:
+            try:
+                entry = self._entry(choice, source)
+                if choice.candidate not in proven:
+                    self._prove(entry, source)
+                    proven[choice.candidate] = entry
+            except _FaultyError as fault:
+                return entries, Fault(choice, fault.status, fault.reason, fault.values)
+            entries.append(entry)
+        return entries, None
 
     def _entry(self, choice: Choice, source: _Once) -> Entry:
         candidate, params = choice.candidate, choice.candidate.params_dict
@@ -287,6 +297,10 @@ class LayerRuntime:
         """
         if is_out_of_memory(cause) or _capturing(self.device):
             _raise(cause)
+        if isinstance(self._chooser, SharedChooser):
+            # The other ranks run this candidate and may already wait for its output.
+            where = f"{entry.choice.candidate.key} failed in a call on one rank of several"
+            raise RankError(f"{where}: {' '.join(str(cause).split())}") from cause
         try:
             _synchronize(self.device)
         except Exception:

@@ -131,6 +131,7 @@ class Ranks:
 
         def beat() -> None:
             try:
+                self._send(_BEAT)  # there: from now on silence counts
                 while not done.wait(self.patience.beat):
                     self._send(_BEAT)
             except RankError as error:

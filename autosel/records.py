@@ -24,6 +24,7 @@ from autosel.core import (
     Rejected,
     Scalar,
     Status,
+    TokenBucket,
 )
 from autosel.errors import StoreError, field_error
 
@@ -191,6 +192,51 @@ def decision_dict(d: Decision) -> dict[str, Any]:
         "accuracy": d.accuracy,
         "rejected": [rejected_dict(r) for r in d.rejected],
     }
+
+
+def measurement_from_dict(data: Mapping[str, Any]) -> Measurement:
+    """The inverse of :func:`measurement_dict`; for JSON that this program wrote."""
+    return Measurement(
+        problem=Problem.from_dict(data["problem"]),
+        num_tokens=data["num_tokens"],
+        routing=data["routing"],
+        candidate=candidate_from_dict(data["candidate"]),
+        device=Device.from_dict(data["device"]),
+        status=data["status"],
+        accuracy=data["accuracy"],
+        reason=data["reason"],
+        times_us=tuple(data["times_us"] or ()),
+        errors=ErrorFigures(**data["errors"]) if data["errors"] else None,
+        pack_ms=data["pack_ms"],
+        first_call_ms=data["first_call_ms"],
+        weight_bytes=data["weight_bytes"],
+        timing=tuple(sorted(data["timing"].items())),
+    )
+
+
+def decision_from_dict(data: Mapping[str, Any]) -> Decision:
+    """The inverse of :func:`decision_dict`; for JSON that this program wrote."""
+    interval = data["margin_interval"]
+    return Decision(
+        problem=Problem.from_dict(data["problem"]),
+        bucket=bucket_from_dict(data["bucket"]),
+        routing=data["routing"],
+        winner=candidate_from_dict(data["winner"]),
+        winner_us=data["winner_us"],
+        runner_up=candidate_from_dict(data["runner_up"]) if data["runner_up"] else None,
+        runner_up_us=data["runner_up_us"],
+        margin=data["margin"],
+        margin_interval=(interval[0], interval[1]) if interval else None,
+        tie=data["tie"],
+        why=data["why"],
+        rejected=tuple(map(rejected_from_dict, data["rejected"])),
+        accuracy=data["accuracy"],
+    )
+
+
+def bucket_from_dict(data: Mapping[str, Any]) -> TokenBucket:
+    """Of a decision's JSON, whose label only repeats the borders."""
+    return TokenBucket(data["low"], data["high"], data["measured"])
 
 
 def rejected_dict(r: Rejected) -> dict[str, Any]:
