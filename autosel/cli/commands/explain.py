@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autosel.cli.conditions import Conditions, condition_parts, conditions_options
 from autosel.cli.group import Command
 from autosel.cli.options import (
     MAX_TOKENS,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     required=True,
     help="Tokens in the call.",
 )
+@conditions_options
 @layer_options
 @routing_option
 @device_option
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 def command(
     target: str,
     tokens: int,
+    conditions: Conditions,
     layer_options: LayerOptions,
     routing: str,
     device: str | None,
@@ -53,13 +56,18 @@ def command(
     Shows the winner, the runner-up and the margin between them, and every other candidate with its
     reason. Where nothing is stored for the layer on this device: what was looked for, the nearest
     entry, each field that differs, and what is used instead.
+
+    Asked what if (--exclude, --allow-a8, --weight-budget, --histogram) it decides again from the
+    stored samples, with no device, and says what that costs beside what is used now.
     """
+    from autosel.cli.conditions import answered
     from autosel.cli.database import reading
     from autosel.cli.target import check_routing, resolve, retype
     from autosel.device import detect
     from autosel.explanation import explain
     from autosel.tiers import open_tiers
 
+    policy = conditions.policy()
     found = resolve(target, layer_options)
     check_routing(routing, found)
     here = detect(device)
@@ -73,6 +81,10 @@ def command(
             )
             for layer in found.layers
         ]
+        asked = [
+            answered(answer, conditions, policy, store, max(len(layer.indices), 1), timing)
+            for layer, (_, answer) in zip(found.layers, answers, strict=True)
+        ]
         where = str(store.path) if store.path else None
     again = f"autosel sweep {retype(found, layer_options)}"
     again += "".join(
@@ -83,12 +95,21 @@ def command(
         if value != usual
     )  # fmt: skip
     parts: list[str | Table] = []
-    for label, answer in answers:
-        parts += [*_heading(label, answer), *_body(answer, again), ""]
+    for (label, answer), (then, whys) in zip(answers, asked, strict=True):
+        parts += [*_heading(label, answer), *_body(answer, again)]
+        parts += [*condition_parts(label, then, whys), ""]
     data = {
         "target": found.name,
         "database": where,
-        "answers": [{"layer": label, **answer.to_dict()} for label, answer in answers],
+        "answers": [
+            {
+                "layer": label,
+                **answer.to_dict(),
+                "what_if": then.to_dict() if then else None,
+                "why_not": [why.to_dict() for why in whys],
+            }
+            for (label, answer), (then, whys) in zip(answers, asked, strict=True)
+        ],
     }
     return Report(data, parts[:-1])
 
