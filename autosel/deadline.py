@@ -42,6 +42,10 @@ class Deadline:
         spent = self._now() - self._began
         return self.is_set and spent >= TRYING * (self._until - self._began)
 
+    def is_over(self) -> bool:
+        """Whether this token count's time is up."""
+        return self.is_set and self._now() >= self._until
+
     def timing_s(self) -> float | None:
         """Seconds that timing may take; None: no limit."""
         return max(self._until - self._now(), LEAST_S) if self.is_set else None

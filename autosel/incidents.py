@@ -11,6 +11,11 @@ from autosel.core import Candidate, Device, Problem, Status
 from autosel.errors import StoreError, field_error
 from autosel.tables import Row
 
+#: Steps that know no token count of the sweep.
+_BEFORE_CALLS = ("pack", "verify", "prove")
+#: Ends that more tokens make more likely.
+_GROWING = ("timeout", "oom")
+
 
 @dataclass(frozen=True, slots=True)
 class Incident:
@@ -33,15 +38,26 @@ class Incident:
     free_bytes: int | None = None
     created: str = ""
 
+    @property
+    def tokens_text(self) -> str:
+        """The token counts that it concerns: ``all``, ``16+`` or ``16``."""
+        if self._everywhere:
+            return "all"
+        return f"{self.num_tokens}+" if self.status in _GROWING else str(self.num_tokens)
+
+    @property
+    def _everywhere(self) -> bool:
+        return self.status == "crashed" or self.step in _BEFORE_CALLS
+
     def concerns(self, num_tokens: int) -> bool:
         """Whether it says something about calls of ``num_tokens`` tokens.
 
         Packing and verifying know no token count, and a kernel that took its process down is not
         tried at another one. What took too long or too much does so with more tokens as well.
         """
-        if self.status == "crashed" or self.step in ("pack", "verify"):
+        if self._everywhere:
             return True
-        if self.status in ("timeout", "oom"):
+        if self.status in _GROWING:
             return num_tokens >= self.num_tokens
         return num_tokens == self.num_tokens
 

@@ -65,8 +65,7 @@ class ProcessState:
                 if setting.read() != wanted:
                     setting.write(wanted)
                     changed.append(setting.name)
-        if all_settings:
-            _cancel_timers()
+        _cancel_timers()
         return tuple(changed)
 
 

@@ -15,10 +15,12 @@ import marshal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from autosel import registry
 from autosel.core import Candidate, Device, Measurement, Problem
 from autosel.device import free_memory_bytes
-from autosel.failures import is_machine_fault
+from autosel.failures import CAUGHT, is_machine_fault
 from autosel.incidents import Incident
 from autosel.interfaces import Backend, Layout
 from autosel.store import Store
@@ -137,9 +139,21 @@ def held_back(incidents: Iterable[Incident]) -> list[Held]:
     return list(found.values())
 
 
+def is_current(incident: Incident) -> bool:
+    """Whether the backend and layout here are those that failed; a backend that is gone is not."""
+    try:
+        backend = registry.get(incident.candidate.backend)
+        layout = backend.layout(incident.problem, incident.candidate.params_dict)
+        return code_hash(backend, layout) == incident.code
+    except CAUGHT:
+        return False
+
+
 def code_hash(backend: Backend, layout: Layout) -> str:
     """20 hexadecimal digits that change with the source of the backend or of its layout."""
-    return _code_hash(type(backend), type(layout))
+    inner: Any = getattr(backend, "wrapped", backend)
+    classes: tuple[Any, Any] = (type(inner), type(layout))
+    return _code_hash(*classes)
 
 
 @functools.lru_cache(maxsize=512)

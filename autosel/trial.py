@@ -9,8 +9,19 @@ from functools import cached_property
 import torch
 
 from autosel import routing_file
+from autosel.certify import certify
 from autosel.compare import Verdict
-from autosel.core import Candidate, CanonicalExperts, Device, Measurement, Params, Problem, Status
+from autosel.core import (
+    Candidate,
+    CanonicalExperts,
+    Certificate,
+    Device,
+    Level,
+    Measurement,
+    Params,
+    Problem,
+    Status,
+)
 from autosel.errors import AutoselError, field_error
 from autosel.failures import CAUGHT, failed, is_machine_fault, is_poison
 from autosel.interfaces import Backend, Layout, PackedExperts
@@ -23,6 +34,7 @@ from autosel.tune_inputs import timed_cases
 from autosel.tune_types import Observer, SweepSettings
 from autosel.verify import make_cases, verify_candidate
 from autosel.verify_cases import Case
+from autosel.verify_suite import Suite
 from autosel.worker_beat import WatchedTimer
 
 
@@ -83,7 +95,7 @@ class Bench:
         self._layouts: dict[Candidate, Layout] = {}
         self._backends: dict[str, Backend] = {}
         self._verdicts: dict[Candidate, Verdict] = {}
-        self._audited: set[Layout] = set()
+        self._audited: dict[Layout, float] = {}
         #: The step that ran last, and the one to blame for what failed in it.
         self.step = ""
         #: Why the process that this runs in cannot be trusted any more; "" while it can.
@@ -111,6 +123,11 @@ class Bench:
             timed_cases(self.experts, settings.routing, self._tokens, seed=settings.seed),
             make_cases(self.experts, seed=settings.seed),
         )
+
+    @cached_property
+    def _suite(self) -> Suite:
+        settings = self._settings
+        return Suite(self.experts, seed=settings.seed, edges=self._tokens, quick=self._inputs[1])
 
     @cached_property
     def _state(self) -> ProcessState:
@@ -169,7 +186,10 @@ class Bench:
             row = replace(row, errors=verdict.errors)
             if verdict:
                 self._begin("verify", num_tokens, candidate)
+                is_new = candidate not in self._verdicts
                 verdict = self._verified(backend, packed, candidate, layout)
+                if is_new and verdict.status != "oom":
+                    row = replace(row, certificate=self._certified(row, packed, "quick"))
         except CAUGHT as error:
             return self._failed(row, error, self.step)
         finally:
@@ -203,9 +223,45 @@ class Bench:
             if verdict.status == "oom":  # perhaps only now
                 return verdict
             if verdict.audit_score is not None and verdict:
-                self._audited.add(layout)
+                self._audited[layout] = verdict.audit_score
+            elif verdict:
+                verdict = replace(verdict, audit_score=self._audited.get(layout))
             self._verdicts[candidate] = verdict
         return self._verdicts[candidate]
+
+    def prove(self, row: Measurement) -> Measurement:
+        """Judge a candidate that is to be chosen on the full set; its row with the certificate.
+
+        Where that finds a fault, the row has the fault's status and no times any more.
+        """
+        self.load()
+        backend, layout = self._backends[row.candidate.backend], self._layouts[row.candidate]
+        self._begin("prove", row.num_tokens, row.candidate)
+        try:
+            packed = self._residency.get(layout).packed
+            self._verified(backend, packed, row.candidate, layout)
+            certificate = self._certified(row, packed, "full")
+        except CAUGHT as error:
+            return self._failed(replace(row, times_us=()), error, "prove")
+        finally:
+            self._state.put_back()
+        row = replace(row, certificate=certificate)
+        if certificate.status == "ok":
+            return row
+        self._residency.drop(layout)  # it may have written there
+        self._judge_process(certificate.reason)
+        return replace(row, status=certificate.status, reason=certificate.reason, times_us=())
+
+    def _certified(self, row: Measurement, packed: PackedExperts, level: Level) -> Certificate:
+        return certify(
+            self._backends[row.candidate.backend],
+            packed,
+            row.candidate.params_dict,
+            self._suite,
+            device=self._device,
+            level=level,
+            verified=self._verdicts[row.candidate],
+        )
 
     def time(
         self, ready: Sequence[Measurement], settings: TimingSettings, num_tokens: int

@@ -19,7 +19,7 @@ class Tame:
     """A backend whose exceptions are :func:`~autosel.failures.tamed`; else the backend itself."""
 
     def __init__(self, backend: Backend, *, interruptible: bool = True) -> None:
-        self._backend = backend
+        self.wrapped = backend
         self._interruptible = interruptible
 
     @classmethod
@@ -27,7 +27,7 @@ class Tame:
         return cast(Backend, cls(backend, interruptible=interruptible))
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._backend, name)
+        return getattr(self.wrapped, name)
 
     def run(
         self,
@@ -38,12 +38,12 @@ class Tame:
         out: torch.Tensor,
     ) -> torch.Tensor:
         try:
-            return self._backend.run(packed, x, routing, params, out)
+            return self.wrapped.run(packed, x, routing, params, out)
         except BaseException as error:
             raise tamed(error, interruptible=self._interruptible) from None
 
     def accuracy(self, params: Params) -> AccuracyClass:
-        return call_tamed(lambda: self._backend.accuracy(params), interruptible=self._interruptible)
+        return call_tamed(lambda: self.wrapped.accuracy(params), interruptible=self._interruptible)
 
 
 class Call:

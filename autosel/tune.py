@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from itertools import islice
 
-from autosel import registry
+from autosel import neighbours, registry, studies
 from autosel.buckets import buckets
 from autosel.ceilings import measure_ceilings
 from autosel.core import Candidate, Decision, Device, Measurement, Params, Status, TokenBucket
@@ -24,6 +24,7 @@ from autosel.decide import NothingUsable, decide
 from autosel.device import detect
 from autosel.failures import CAUGHT, failed
 from autosel.interfaces import Backend, Space
+from autosel.proofs import UNDECIDED, Proofs
 from autosel.quarantine import Quarantine, code_hash
 from autosel.routing_synthetic import make_routing
 from autosel.search import Search
@@ -91,6 +92,7 @@ class _Sweep:
         self.sweep_id: int | None = None
         self.defaults: set[Candidate] = set()
         self.codes: dict[Candidate, str] = {}  # of each candidate that was attempted
+        self.proofs = Proofs(store, self.problem, device)
         self.best: dict[str, list[Params]] = {}  # of each searched backend
         self.deadline = Deadline(
             settings.budget_s, len(self.buckets), timer.now if timer else time.monotonic
@@ -115,8 +117,8 @@ class _Sweep:
         try:
             for bucket in self.buckets:
                 found = self._measure(bucket.measured)
-                measurements += found
                 outcomes.append(self._decide(bucket, found))
+                measurements += found
         finally:
             self.bench.close()
         if self.store and self.sweep_id is not None:
@@ -151,6 +153,8 @@ class _Sweep:
         fresh = [row for row in final.values() if stored.get(row.candidate) is not row]
         if self.store:
             self.store.add_measurements(fresh, self.sweep_id)
+        for row in fresh:
+            self.proofs.keep(row)
         for row in final.values():
             self.observer.measured(row, stored.get(row.candidate) is row)
         return list(final.values())
@@ -234,19 +238,28 @@ class _Sweep:
             return score
 
         self.observer.step("search", num_tokens, Candidate.of(backend.name))
-        # What was best at the token count before is a good guess at this one.
-        before = self.best.get(backend.name, [])
-        search = Search(space, self.settings.trials, self.settings.seed, before)
+        # What was best at the token count before is a good guess at this one, then what is stored.
+        seeds = [*self.best.get(backend.name, []), *self._known_good(backend, num_tokens)]
+        search = Search(space, self.settings.trials, self.settings.seed, seeds)
         while (params := search.ask()) is not None:
             search.tell(evaluate(params))
             if self.is_ready and self.deadline.trying_is_over():
                 self.untried.append(f"{backend.name}: search ended after {len(tried)} settings")
                 break
+        if self.store:
+            words = [self.problem.key, backend.name, f"{num_tokens} tokens", self.settings.routing]
+            studies.record(self.store, " ".join(words), space, search.found)
         ranked = sorted(tried.values(), key=lambda pair: pair[0])
         best = [row for score, row in ranked if score < math.inf][:FINALISTS]
         self.best[backend.name] = [row.candidate.params_dict for row in best[:2]]
         kept = [row for _, row in ranked if row.status != "ok" or row.candidate in self.defaults]
         return list({row.candidate: row for row in best + kept}.values())
+
+    def _known_good(self, backend: Backend, num_tokens: int) -> list[Params]:
+        if not self.store:
+            return []
+        where = (self.problem, self.device, num_tokens, self.settings.routing)
+        return list(neighbours.known_good(self.store, backend, *where))
 
     def _attempt(
         self,
@@ -312,15 +325,42 @@ class _Sweep:
         return {row.candidate: row for row in rows}
 
     def _decide(self, bucket: TokenBucket, rows: list[Measurement]) -> Decision | NothingUsable:
-        outcome = decide(
-            rows, bucket=bucket, defaults=self.defaults, allow_a8=self.settings.allow_a8
-        )
+        """Choose, prove the choice on the full set, and choose again where that finds a fault."""
+        while True:
+            outcome = decide(
+                rows, bucket=bucket, defaults=self.defaults, allow_a8=self.settings.allow_a8
+            )
+            if not isinstance(outcome, Decision):
+                break
+            refuted = self._refuted(outcome.winner, rows)
+            if refuted is None:
+                break
+            rows[:] = [refuted if row.candidate == outcome.winner else row for row in rows]
         if isinstance(outcome, Decision):
             if self.store:
                 timing = tuple(self.timer.facts.items())
                 self.store.add_decision(outcome, self.device, timing, self.sweep_id)
             self.observer.decided(outcome)
         return outcome
+
+    def _refuted(self, winner: Candidate, rows: list[Measurement]) -> Measurement | None:
+        """The winner's new row where the full set finds a fault; None where it stands."""
+        backend = next(found for found in self.backends if found.name == winner.backend)
+        params = winner.params_dict
+        code = code_hash(backend, backend.layout(self.problem, params))
+        if not self.proofs.needs(winner, code) or self.deadline.is_over():
+            return None
+        self.bench.candidate(backend, params)  # it may have come from the store
+        proven = self.bench.prove(next(row for row in rows if row.candidate == winner))
+        self.proofs.keep(proven)
+        if proven.status in ("ok", *UNDECIDED):
+            self.proofs.give_up(winner, code)
+            return None
+        self.quarantine.note(proven, code, "prove")
+        if self.store:
+            self.store.add_measurement(proven, self.sweep_id)
+        self.observer.measured(proven, False)
+        return proven
 
 
 def _chosen(names: tuple[str, ...]) -> tuple[Backend, ...]:

@@ -86,7 +86,8 @@ class Observer:
         """Before anything runs."""
 
     def step(self, what: str, num_tokens: int, candidate: Candidate | None = None) -> None:
-        """A step begins: ``load``, ``pack``, ``first call``, ``verify``, ``search`` or ``time``."""
+        """A step begins: ``load``, ``pack``, ``first call``, ``verify``, ``search``,
+        ``time`` or ``prove``."""
 
     def timed(self, num_tokens: int, done: int, total: int) -> None:
         """``done`` of ``total`` blocks of this token count are timed."""

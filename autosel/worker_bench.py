@@ -33,6 +33,7 @@ from autosel.worker_wire import (
     Job,
     Load,
     Message,
+    Prove,
     Setup,
     Step,
     Time,
@@ -126,6 +127,19 @@ class WorkerBench:
         self._after(done)
         row: Measurement = done.value
         return row
+
+    def prove(self, row: Measurement) -> Measurement:
+        """Judge a candidate that is to be chosen on the full set; its row with the certificate."""
+        self.load()
+        try:
+            done = self._ask(Prove(row), "prove")
+        except WorkerDiedError as death:
+            self._bury()
+            reason = self._reason(row.candidate, death)
+            return replace(row, status=death.status, reason=reason, times_us=())
+        self._after(done)
+        proven: Measurement = done.value
+        return proven
 
     def time(
         self, ready: Sequence[Measurement], settings: TimingSettings, num_tokens: int

@@ -22,7 +22,7 @@ from typing import BinaryIO
 import torch
 
 from autosel import cpuinfo, registry
-from autosel.core import Candidate
+from autosel.core import Candidate, Measurement
 from autosel.errors import AutoselError, field_error
 from autosel.failures import one_line
 from autosel.interfaces import Backend
@@ -37,6 +37,7 @@ from autosel.worker_wire import (
     Job,
     Load,
     Message,
+    Prove,
     Raised,
     Ready,
     Setup,
@@ -160,6 +161,9 @@ class _Server:
         if isinstance(job, Attempt):
             candidate = self._bench.candidate(self._backend(job.backend), job.params)
             return self._bench.attempt(candidate, job.num_tokens)
+        if isinstance(job, Prove):
+            self._know(job.row)
+            return self._bench.prove(job.row)
         return self._time(job)
 
     def _prepare(self, setup: Setup) -> dict[str, str]:
@@ -194,15 +198,17 @@ class _Server:
     def _backend(self, name: str) -> Backend:
         return self._backends[name] if name in self._backends else registry.get(name)
 
+    def _know(self, row: Measurement) -> None:
+        """Have the bench know the candidate of a row that another worker may have made."""
+        backend = self._backend(row.candidate.backend)
+        made = self._bench.candidate(backend, row.candidate.params_dict)
+        if made != row.candidate:
+            expected = f"{row.candidate} as in the parent"
+            raise AutoselError(field_error("worker", "candidate", made, expected))
+
     def _time(self, job: Time) -> list[object]:
         for row in job.rows:
-            made = self._bench.candidate(
-                self._backend(row.candidate.backend), row.candidate.params_dict
-            )
-            if made != row.candidate:
-                raise AutoselError(
-                    field_error("worker", "candidate", made, f"{row.candidate} as in the parent")
-                )
+            self._know(row)
         self._numbers = {row.candidate: number for number, row in enumerate(job.rows)}
         self._beat.write(NOBODY)
         return list(self._bench.time(job.rows, job.settings, job.num_tokens))

@@ -16,7 +16,7 @@ class StepLimits:
                   candidate's doing and large for a large layer
     pack_s        packing the weights
     first_call_s  the first call, compilation included
-    verify_s      every judged case
+    verify_s      every judged case; for a winner, besides, everything that its certificate says
     call_s        one call while timing, its flush included
     memory_bytes  resident memory of the worker and the processes it started; None: what was free
                   when the step began, less a reserve
@@ -48,5 +48,6 @@ class StepLimits:
             "pack": self.pack_s,
             "first call": self.first_call_s,
             "verify": self.verify_s,
+            "prove": self.verify_s,
             "time": self.call_s,
         }[step]

@@ -63,6 +63,13 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
+class Prove:
+    """Judge the candidate of a timed row on the full set."""
+
+    row: Measurement
+
+
+@dataclass(frozen=True, slots=True)
 class Time:
     """Time verified candidates against each other; the beat counts in the order of ``rows``."""
 
@@ -71,7 +78,7 @@ class Time:
     num_tokens: int
 
 
-Job = Setup | Load | Attempt | Time
+Job = Setup | Load | Attempt | Prove | Time
 
 # messages, worker to parent ---------------------------------------------------------------------
 

@@ -19,12 +19,12 @@ from autosel.failures import (
 )
 
 
-class Unprintable(Exception):
+class UnprintableError(Exception):
     def __str__(self) -> str:
         raise ValueError
 
 
-class NotText(Exception):
+class NotTextError(Exception):
     def __str__(self) -> str:
         return 7  # type: ignore[return-value]
 
@@ -47,8 +47,8 @@ def test_what_is_harmless_stays_as_it_is(error: Exception) -> None:
         (Base("why"), "Base: why"),
         (SystemExit(0), "SystemExit: 0"),
         (GeneratorExit(), "GeneratorExit: no message"),
-        (Unprintable(), "Unprintable: its message cannot be printed"),
-        (NotText(), "NotText: its message cannot be printed"),
+        (UnprintableError(), "UnprintableError: its message cannot be printed"),
+        (NotTextError(), "NotTextError: its message cannot be printed"),
         (RuntimeError("y" * 10_000_000), "RuntimeError: yyy"),
     ],
     ids=lambda value: type(value).__name__,

@@ -366,6 +366,7 @@ def test_the_observer_hears_every_step_in_order() -> None:
         "verify 4 only",
         "time 4",
         "timed 4",
+        "prove 4 only",
         "decided 4 only",
     ]
 

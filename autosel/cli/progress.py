@@ -22,6 +22,7 @@ _DOING = {
     "pack": "packing",
     "first call": "first call of",
     "verify": "verifying",
+    "prove": "proving",
     "search": "searching settings of",
     "time": "timing",
 }

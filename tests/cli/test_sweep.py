@@ -250,3 +250,24 @@ def test_folders_and_presets_spelled_wrong(autosel):
     assert "expected a folder" in autosel("sweep", "./nowhere").error
     assert "autosel presets" in autosel("sweep", "qqqqqq").error
     assert autosel("sweep", "").status == 1
+
+
+def test_what_failed_is_listed_in_quarantine_and_retried_when_asked(autosel, light, fakes, example):
+    args = ("sweep", example, "--tokens", "2", "--backends", "raising_fake,plain_fake", *FAST)
+    assert autosel("backends", "--json").json["quarantine"] == []
+    assert autosel(*args).status == 0
+    (held,) = autosel("backends", "--json").json["quarantine"]
+    assert held["candidate"]["backend"] == "raising_fake"
+    assert (held["status"], held["tokens"], held["times"]) == ("failed", "2", 1)
+    ran = autosel("backends", example)
+    assert "in quarantine here" in ran.out
+    assert "kernel fault \\x1b[31m" in ran.out
+    assert "\x1b" not in ran.out
+    # Another layer's command does not show it, and a second sweep does not run it again.
+    assert "in quarantine" not in autosel("backends", "mixtral-8x7b").out
+    ran = autosel(*args, "--fresh", "--json")
+    (row,) = [m for m in ran.json["answers"][0]["measurements"] if m["status"] == "failed"]
+    assert "not tried again (--retry-failed does): failed once" in row["reason"]
+    assert autosel(*args, "--retry-failed").status == 0
+    (held,) = autosel("backends", "--json").json["quarantine"]
+    assert held["times"] == 2

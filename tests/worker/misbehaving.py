@@ -377,7 +377,6 @@ BAD: dict[type[Good], tuple[str, str]] = {
     HangsInC: ("timeout", "no end after"),
     StopsItself: ("timeout", "no end after"),
     TakesAllMemory: ("oom", ""),
-    TakesSharedMemory: ("oom", "bytes resident, at most"),
     Floods: ("failed", "after the flood"),
     ManyProcesses: ("crashed", "processes at once"),
     RaisesBase: ("failed", "OwnBaseError: not an Exception"),

@@ -154,23 +154,18 @@ def test_weights_that_cannot_be_read_are_the_callers_error(
     source: type[RandomSource], words: str
 ) -> None:
     settings = SweepSettings((m.TOKENS,), backends=("fast",))
-    with (
-        registry.register(m.Fast),
-        Store.open(":memory:") as store,
-        pytest.raises(AutoselError, match=words),
-    ):
-        try:
+    with registry.register(m.Fast), Store.open(":memory:") as store:
+        with pytest.raises(AutoselError, match=words):
             sweep(source(PROBLEM), settings, store=store)
-        finally:
-            assert store.measurements() == []
-            assert store.incidents() == []
+        assert store.measurements() == []
+        assert store.incidents() == []
 
 
 def test_a_worker_that_never_starts_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.TemporaryFile() as cases:
         worker = Worker(StepLimits(start_s=0.01), cases)
         try:
-            with pytest.raises(WorkerDiedError, match="no end after 0.01 s"):
+            with pytest.raises(WorkerDiedError, match=r"no end after 0\.01 s"):
                 worker.wait_ready()
         finally:
             worker.end()
@@ -185,9 +180,11 @@ def test_a_worker_that_never_starts_is_said_in_one_line(monkeypatch: pytest.Monk
 
 
 def test_limits_must_be_above_zero() -> None:
-    with pytest.raises(AutoselError, match="StepLimits.pack_s: value: found 0, expected more than"):
+    with pytest.raises(
+        AutoselError, match=r"StepLimits\.pack_s: value: found 0, expected more than"
+    ):
         StepLimits(pack_s=0)
-    with pytest.raises(AutoselError, match="StepLimits.memory_bytes"):
+    with pytest.raises(AutoselError, match=r"StepLimits\.memory_bytes"):
         StepLimits(memory_bytes=-1)
 
 

@@ -7,22 +7,27 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autosel.cli.group import Command
-from autosel.cli.options import LayerOptions, device_option, layer_options
+from autosel.cli.options import LayerOptions, db_option, device_option, layer_options
 from autosel.cli.report import Report, Table
 from autosel.core import Device, Problem, Reason, Support
 
 if TYPE_CHECKING:
     from autosel.interfaces import Backend
+    from autosel.quarantine import Held
 
 
 @click.command(cls=Command)
 @click.argument("target", metavar="[CHECKPOINT|PRESET]", required=False)
 @layer_options
 @device_option
-def command(target: str | None, layer_options: LayerOptions, device: str | None) -> Report:
+@db_option
+def command(
+    target: str | None, layer_options: LayerOptions, device: str | None, db: str | None
+) -> Report:
     """List every backend: supported here, or every reason why not.
 
-    With a checkpoint or preset the question is whether the backend can run that layer here.
+    With a checkpoint or preset the question is whether the backend can run that layer here. What
+    failed here before and is not tried again (quarantine) is listed below, with how often and why.
     """
     from autosel.device import detect
     from autosel.registry import all_backends
@@ -44,8 +49,67 @@ def command(target: str | None, layer_options: LayerOptions, device: str | None)
         title = f"{label}: {problem_text(problem)}" if problem else f"on {here.kind}: {here.name}"
         parts.append(_table(rows, title))
         answers.append(_data(label, problem, rows))
-    data = {"device": here.to_dict(), "answers": answers}
+    held = _quarantine(db, here, [problem for _, problem in asked if problem])
+    if held:
+        parts.append(_quarantine_table(held))
+    data = {
+        "device": here.to_dict(),
+        "answers": answers,
+        "quarantine": [_held_data(item) for item in held],
+    }
     return Report(data, parts)
+
+
+def _quarantine(db: str | None, device: Device, problems: list[Problem]) -> list[Held]:
+    """What is held back on this device, of these layers or of all; no database, nothing held."""
+    from autosel.cli.database import place_of
+    from autosel.errors import StoreError
+    from autosel.quarantine import held_back, is_current
+    from autosel.store import Store
+
+    try:
+        place_of(db)
+    except StoreError:
+        return []
+    with Store.open(db) as store:
+        held = held_back(store.incidents(None, device))
+    wanted = [item for item in held if not problems or item.incident.problem in problems]
+    return [item for item in wanted if is_current(item.incident)]
+
+
+def _quarantine_table(held: list[Held]) -> Table:
+    rows = [
+        (
+            item.incident.candidate.key,
+            item.incident.problem.key,
+            item.incident.status,
+            item.incident.tokens_text,
+            item.count,
+            item.incident.created[:10],
+            item.incident.reason,
+        )
+        for item in held
+    ]
+    columns = ("candidate", "layer", "what", "tokens", ">times", "last", "why")
+    return Table(columns, rows, "in quarantine here; autosel sweep --retry-failed tries them again")
+
+
+def _held_data(held: Held) -> dict[str, Any]:
+    from autosel.records import candidate_dict
+
+    incident = held.incident
+    return {
+        "candidate": {**candidate_dict(incident.candidate), "key": incident.candidate.key},
+        "problem_key": incident.problem.key,
+        "status": incident.status,
+        "step": incident.step,
+        "num_tokens": incident.num_tokens,
+        "tokens": incident.tokens_text,
+        "times": held.count,
+        "first": held.since,
+        "last": incident.created,
+        "reason": incident.reason,
+    }
 
 
 def _ask(backend: Backend, problem: Problem | None, device: Device) -> Support:
