@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("triton")
 from autosel.backends.wna16_tiled import tiled_layer
 from autosel.kernels.wna16_moe import moe_forward
+from autosel.kernels.wna16_space import starting_params
 from autosel.layouts.wna16_tiled import Wna16Tiled
 from tests.kernels.make import (
     ACTIVATIONS,
@@ -127,3 +128,27 @@ def test_one_hot_expert(path):
 @pytest.mark.parametrize("tokens", [600, 5000])
 def test_many_slots(tokens):
     check({}, PATHS["sorted"], tokens=tokens)
+
+
+def test_more_elements_than_32_bits_count():
+    """40,000 tokens x 8 experts x 7,168 outputs: 2.3e9 elements go into the weighted sum."""
+    free, _ = torch.cuda.mem_get_info()
+    if free < 24 << 30:
+        pytest.skip(f"needs 24 GiB of device memory, {free >> 30} are free")
+    tokens, hidden = 40_000, 7168
+    problem = make_problem(16, hidden, 256, 8)
+    experts = make_experts(problem)
+    packed = Wna16Tiled("bfloat16").pack(experts)
+    layer = tiled_layer(replace(packed, tensors={k: t.cuda() for k, t in packed.tensors.items()}))
+    gen = torch.Generator().manual_seed(1)
+    ids = torch.rand((tokens, 16), generator=gen).topk(8, 1).indices.to(torch.int32)
+    weights = torch.rand((tokens, 8), generator=gen)
+    x = (torch.randn((tokens, hidden), generator=gen) * 0.1).to(torch.bfloat16)
+    out = torch.full_like(x, float("nan"), device="cuda")
+    for params in (starting_params(layer, tokens), PATHS["sorted"]):
+        out.fill_(float("nan"))
+        moe_forward(layer, x.cuda(), ids.cuda(), weights.cuda(), out, params)
+        assert not out.isnan().any()
+        some = torch.tensor([0, 1, 18_724, 18_725, 37_449, 39_998, 39_999])
+        expected = layer_reference(experts, x[some], ids[some], weights[some])
+        assert relative_error(out[some].cpu(), expected) < TOLERANCE
