@@ -1,0 +1,68 @@
+"""``autosel flags``."""
+
+from __future__ import annotations
+
+import click
+
+from autosel.cli.group import Command
+from autosel.cli.options import (
+    LayerOptions,
+    db_option,
+    device_option,
+    layer_options,
+    routing_option,
+    target_argument,
+)
+from autosel.cli.report import Report, Table
+
+
+@click.command(cls=Command)
+@target_argument
+@click.option(
+    "--stored-device", metavar="NAME",
+    help="A device of the database by part of its name, instead of the one here.",
+)  # fmt: skip
+@click.option("--allow-a8", is_flag=True, help="Count winners that quantise activations to 8 bits.")
+@routing_option
+@layer_options
+@device_option
+@db_option
+def command(
+    target: str,
+    stored_device: str | None,
+    allow_a8: bool,
+    routing: str,
+    layer_options: LayerOptions,
+    device: str | None,
+    db: str | None,
+) -> Report:
+    """Print the option with which vLLM and SGLang run what was decided for a model.
+
+    An engine takes one backend for all layers and token counts: the one that wins most token ranges
+    is named, and how many it wins.
+    """
+    from autosel.cli.database import reading
+    from autosel.cli.target import resolve
+    from autosel.device import detect
+    from autosel.engine_decisions import engine_flags
+    from autosel.errors import StoreError, field_error
+    from autosel.evidence import devices_named
+    from autosel.explanation import COLD
+
+    timing = tuple(COLD.items())
+    with reading(db) as store:
+        here = devices_named(store, stored_device)[-1] if stored_device else detect(device)
+        decisions = [
+            decision
+            for layer in resolve(target, layer_options).layers
+            for decision in store.decisions(
+                layer.problem, here, routing, timing=timing, allow_a8=allow_a8
+            )
+        ]
+    if not decisions:
+        expected = "a decision; autosel sweep makes them, autosel explain says what is near"
+        raise StoreError(field_error(target, f"decisions on {here.name}", "none", expected))
+    flags = engine_flags(decisions)
+    rows = [(f.engine, f.flag or "-", f.backend, f.why) for f in flags]
+    data = {"target": target, "device": here.to_dict(), "engines": flags}
+    return Report(data, [Table(("engine", "option", "backend", "why"), rows)])
