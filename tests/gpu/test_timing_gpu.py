@@ -13,7 +13,8 @@ from autosel.core import Candidate, Device, ErrorFigures, Measurement, Problem, 
 from autosel.decide import decide
 from autosel.device import detect
 from autosel.timing import TimedSamples, TimingSettings, time_candidates, timer_for
-from autosel.timing_gpu import GpuTimer, flush_bytes, throttled
+from autosel.timing_gpu import GpuTimer, flush_bytes
+from autosel.timing_nvml import throttled
 
 pytestmark = [
     pytest.mark.gpu,
