@@ -32,7 +32,7 @@ from autosel.properties import (
     unpacks_exactly,
 )
 from autosel.quarantine import code_hash
-from autosel.verify import verify_candidate, worst_of
+from autosel.verify import verify_candidate, with_rival, worst_of
 from autosel.verify_cases import Case
 from autosel.verify_suite import Suite
 
@@ -86,8 +86,9 @@ class _Checks:
     def take(self, verdict: Verdict, cases: list[Case]) -> None:
         """Add what a set of cases showed."""
         before = self.verdict
+        together = with_rival(worst_of(before, verdict))
         self.verdict = replace(
-            worst_of(before, verdict),
+            together,
             results=before.results + verdict.results,
             runs=before.runs + verdict.runs,
         )
@@ -190,7 +191,7 @@ class _Checks:
             limits=LIMITS[self.subject.accuracy],
             created=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
             autosel_version=__version__,
-            code=code_hash(self.backend, self.layout),
+            code=code_hash(getattr(self.backend, "wrapped", self.backend), self.layout),
             accuracy=self.subject.accuracy,
             reason=verdict.reason,
             cases=verdict.results,

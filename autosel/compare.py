@@ -57,7 +57,8 @@ class Verdict:
     spoiled for others. ``cases`` are the names of the cases that were run, ``results`` what came
     of each, ``runs`` the number of calls. ``bias`` is the mean error towards zero in units of the
     error scale. ``fault`` is the property (:data:`autosel.core.PROPERTIES`) that a side effect
-    broke, ``missed`` those that optional cases cost.
+    broke, ``missed`` those that optional cases cost. ``rival`` is the evidence for another
+    activation (:mod:`autosel.rivals`).
     """
 
     status: Status
@@ -72,6 +73,7 @@ class Verdict:
     bias: float | None = None
     fault: str = ""
     missed: tuple[str, ...] = ()
+    rival: tuple[float, float] = (0.0, 0.0)
     runs: int = 0
 
     def __bool__(self) -> bool:

@@ -23,7 +23,7 @@ from autosel.core import (
 from autosel.errors import field_error
 from autosel.guarded import fingerprint, run_guarded, same_bits
 from autosel.interfaces import Backend, PackedExperts
-from autosel.rivals import rival_verdict
+from autosel.rivals import evidence, rival_verdict
 from autosel.verify_cases import TOKEN_COUNTS, Case, make_cases
 
 __all__ = [
@@ -152,10 +152,16 @@ def _together(verdict: Verdict, runs: _Runs, accuracy: AccuracyClass) -> Verdict
         what = f"signed error {which}, over rounding"
         reason = field_error("all cases", what, f"{found:.3g}", f"at most {limit:.3g} either way")
         return replace(verdict, status="wrong", reason=reason, score=abs(found) / limit)
-    found_rival = rival_verdict(runs.independent, accuracy)
-    if found_rival:
-        return replace(verdict, status="wrong", reason=found_rival.reason, score=found_rival.score)
-    return verdict
+    verdict = replace(verdict, rival=evidence(runs.independent, accuracy))
+    return with_rival(verdict)
+
+
+def with_rival(verdict: Verdict) -> Verdict:
+    """The verdict, or that another activation was computed."""
+    found = rival_verdict(verdict.rival)
+    if found is None or not verdict:
+        return verdict
+    return replace(verdict, status=found.status, reason=found.reason, score=found.score)
 
 
 def _audited(
@@ -205,6 +211,7 @@ def worst_of(before: Verdict, verdict: Verdict) -> Verdict:
         bias=max(biases, key=abs, default=None),
         audit_score=max(scores, default=None),
         missed=before.missed + verdict.missed,
+        rival=(before.rival[0] + verdict.rival[0], before.rival[1] + verdict.rival[1]),
         cases=before.cases + verdict.cases,
     )
 
