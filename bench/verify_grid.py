@@ -16,7 +16,9 @@ from autosel.formats.base import LinearQuant, Origin
 from autosel.interfaces import Backend
 from autosel.sources import RandomSource
 
-BACKENDS = ("marlin", "batched_marlin", "humming", "triton", "emulation", "marlin_int8")
+BACKENDS = (
+    "marlin", "batched_marlin", "humming", "triton", "emulation", "marlin_int8", "moe_wna16",
+)  # fmt: skip
 GROUPS = (32, 64, 128, -1)
 DTYPES = ("bfloat16", "float16")
 

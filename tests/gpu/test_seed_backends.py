@@ -48,6 +48,7 @@ RIGHT_REFUSALS = {
     "triton": (),
     "emulation": (),
     "marlin_int8": ("asymmetric 8 bit", "found 8, required 4"),
+    "moe_wna16": ("group_size: found -1", "whole groups", "expert bias", "act-order"),
 }
 
 
@@ -129,6 +130,7 @@ CAPTURED: dict[str, tuple[str, dict[str, Any]]] = {
     "triton": ("triton", {}),
     "emulation": ("emulation", {}),
     "marlin_int8": ("marlin_int8", {}),
+    "moe_wna16": ("moe_wna16", {}),
 }
 
 
@@ -140,6 +142,8 @@ def test_cuda_graph(case: str, act_order: str) -> None:
     backend = available(name)
     problem = make.problem(512, 256, group=128, experts=8, local=4, act_order=act_order)
     experts = RandomSource(problem).load("cuda")
+    if act_order and name == "moe_wna16":
+        pytest.skip("act-order is refused")
     params = {**backend.space(problem, 8, device()).default, **extra}
     packed = backend.layout(problem, params).pack(experts)
     x = torch.randn(8, 512, device="cuda").to(torch.bfloat16)
