@@ -56,12 +56,15 @@ def audit(
     expert_map: torch.Tensor | None = None,
     accuracy: AccuracyClass = "exact",
     dtype: torch.dtype = torch.float32,
+    shared: torch.Tensor | None = None,
 ) -> Suspect | None:
     """The most suspicious weight of the experts that ``routing`` visits, None without any.
 
     x, routing  as for :func:`autosel.reference.moe`; tokens must be independent of each other
     error       ``[M, H]``: output minus reference
     scale       ``[M, H]``: its error scale in the same accuracy class
+    shared      ``[M]``: share of a token's error that all its outputs have in common, where that
+                is large (8-bit activations on weights of one sign)
     """
     # A token without a scale has no error either, or compare() has refused it.
     precision = torch.where(scale > 0, scale.to(dtype).square().reciprocal(), 0.0)  # [M, H]
@@ -69,8 +72,9 @@ def audit(
     noisiness = (error.to(dtype).square() * precision).mean().sqrt().clamp(min=1.0)
     found: list[Suspect] = []
     with exact_arithmetic(x.device):
+        common = torch.zeros_like(precision[:, 0]) if shared is None else shared.to(dtype)
         for expert, scores in _scores(
-            x, experts, routing, error.to(dtype), precision, expert_map, accuracy, dtype
+            x, experts, routing, error.to(dtype), precision, expert_map, accuracy, dtype, common
         ):
             for gemm, raw in scores.items():
                 score = raw / noisiness
@@ -92,6 +96,7 @@ def _scores(
     expert_map: torch.Tensor | None,
     accuracy: AccuracyClass,
     dtype: torch.dtype,
+    common: torch.Tensor,
 ) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
     """For each visited expert the scores of w13 ``[s*I, H]`` and w2 ``[H, I]``.
 
@@ -121,6 +126,7 @@ def _scores(
                 _with_one(a, second),
                 torch.ones_like(weight) if on_input else weight,
                 precision[tokens],
+                common[tokens].unsqueeze(1),
                 second,
                 overlap,
             )
@@ -153,7 +159,8 @@ class _Lever:
 
     rows ``[R, H]`` and a ``[R, I]`` are the inputs of both GEMMs (with a 1 for a bias), slope
     ``[R, s*I]``, factor ``[R, 1]`` (router weight on the output), precision ``[R, H]`` (1 / error
-    scale squared), overlap ``[I, I]`` (squared products of the columns of w2).
+    scale squared), common ``[R, 1]`` (share of the error that all outputs have in common),
+    overlap ``[I, I]`` (squared products of the columns of w2).
     """
 
     rows: torch.Tensor
@@ -161,6 +168,7 @@ class _Lever:
     a: torch.Tensor
     factor: torch.Tensor
     precision: torch.Tensor
+    common: torch.Tensor
     second: NoisyGemm
     overlap: torch.Tensor
 
@@ -173,7 +181,10 @@ class _Lever:
 
     def variances(self, noise: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Variance of the above under rounding; ``noise`` ``[R, I]`` is the activation's."""
-        reach = self.factor.square() * (self.precision @ self.second.square)  # [R, I]
+        apart = self.precision @ self.second.square  # [R, I]
+        # What outputs have in common adds up by size over a column of w2.
+        together = (self.precision.sqrt() @ self.second.weight.abs()).square()
+        reach = self.factor.square() * (apart + self.common * (together - apart))
         # An error of one activation is seen by every weight whose column of w2 is like its own.
         even = self.precision.square().mean(dim=1, keepdim=True)  # [R, 1]
         like = even * self.factor.square().square() * (noise @ self.overlap)  # [R, I]

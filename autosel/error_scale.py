@@ -33,6 +33,9 @@ SYSTEMATIC = ("weights", "scales", "zeros")
 #: Variances below this are too close to the end of float32's range to be multiplied on.
 FLOAT32_SAFE = 1e-24
 
+#: Unit roundoffs below this are as small as those of the sums, which are in float32.
+FINE = 1e-6
+
 #: Largest code of a symmetric 8-bit activation.
 INT8_MAX = 127.0
 
@@ -291,6 +294,15 @@ class NoisyGemm:
         grouped = torch.zeros(len(rows), count, dtype=rows.dtype, device=rows.device)
         return grouped.index_add_(1, self.groups, rows)
 
+    @property
+    def _inside(self) -> float:
+        """Relative variance that summing in float32 adds to each term.
+
+        A running sum of K terms has on average half of them in it; twice, since a value may be
+        dequantised, or partial sums joined, by further roundings.
+        """
+        return float(self.weight.shape[1]) * torch.finfo(torch.float32).eps ** 2 / 12
+
     def outputs(self, rows: torch.Tensor) -> torch.Tensor:
         """``[R, K]`` to ``[R, N]``, with the bias."""
         y = rows @ self.weight.T
@@ -303,6 +315,10 @@ class NoisyGemm:
         if accuracy == "a8":
             step = rows.abs().amax(dim=-1, keepdim=True) / INT8_MAX  # [R, 1]
             variance = variance + step.square() / 12
+        if self.rounding.unit < FINE:
+            # What summing adds is as large here as anything, and the same for all outputs whose
+            # weights are alike: as if the inputs were off by as much.
+            variance = variance + (self.rounding.unit**2 / 3 + self._inside) * rows.square()
         return variance
 
     def carried(
@@ -315,10 +331,7 @@ class NoisyGemm:
         """Variance ``[R, N]`` that this GEMM's own rounding adds to its outputs ``y``."""
         unit = self.rounding.unit**2 / 3
         spread = rows.square() @ self.square.T  # [R, N] sum of (x w)**2
-        # A running float32 sum of K terms has on average half of them in it; twice, since a value
-        # may be dequantised, or partial sums joined, by further roundings.
-        inside = rows.shape[-1] * torch.finfo(torch.float32).eps ** 2 / 12
-        own = (unit + inside) * spread + (rows @ self.weight_error.T).square()
+        own = (unit + self._inside) * spread + (rows @ self.weight_error.T).square()
         if self.scale_error is not None:
             own = own + unit * (spread + y.square())
         if self.zero_terms is not None:

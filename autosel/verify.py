@@ -182,6 +182,7 @@ def _audited(
         expert_map=used[0][0].expert_map,
         accuracy=accuracy,
         dtype=used[0][0].judged.reference.dtype,
+        shared=_shared(used, accuracy),
     )
     if suspect is None:
         return verdict
@@ -195,6 +196,16 @@ def _audited(
         f"at most {AUDIT_LIMIT:g}",
     )
     return replace(verdict, status="wrong", reason=reason, score=suspect.score / AUDIT_LIMIT)
+
+
+def _shared(
+    used: Sequence[tuple[Case, torch.Tensor]], accuracy: AccuracyClass
+) -> torch.Tensor | None:
+    """What outputs have in common: an error of 8 bits in an input, or of float32 in a sum, reaches
+    all of them; sixteen bits round each output by itself."""
+    if accuracy == "exact" and used[0][0].x.dtype != torch.float32:
+        return None
+    return torch.cat([case.judged.shared[accuracy] for case, _ in used])
 
 
 def worst_of(before: Verdict, verdict: Verdict) -> Verdict:

@@ -60,6 +60,8 @@ class Unpacked(Kernel):
     name: ClassVar[str] = "marlin_unpacked"
 
     def layout(self, problem: Problem, params: Params) -> Layout:
+        if problem.act_dtype == "float32":
+            raise UnsupportedError("Marlin's kernel has 16-bit activations")
         layout = Marlin()
         layout.check(problem)
         return layout
