@@ -22,6 +22,7 @@ from autosel.core import Candidate, Decision, Device, Measurement, Params, Statu
 from autosel.deadline import Deadline
 from autosel.decide import NothingUsable, decide
 from autosel.device import detect
+from autosel.engine_export import read_tuned
 from autosel.failures import CAUGHT, failed
 from autosel.interfaces import Backend, Space
 from autosel.proofs import UNDECIDED, Proofs
@@ -79,6 +80,7 @@ class _Sweep:
         self.buckets = buckets(self.tokens)
         make_routing(settings.routing, 0, self.problem)  # refuses an unknown kind before any work
         self.backends = _chosen(settings.backends)
+        self.starting = read_tuned(settings.start_from) if settings.start_from else None
         # A clock of the caller's own says nothing about this machine's rates.
         self.rates = measure_ceilings if timer is None else None
         # Only an isolated sweep's worker samples; here the timer just says how it will.
@@ -195,6 +197,8 @@ class _Sweep:
             outcome = ("unsupported", f"its default setting is illegal here: {illegal}")
             rows.append(self._unless_known(backend, space.default, num_tokens, outcome, stored))
         if len(points) <= FINALISTS:
+            missing = [p for p in points if not self._is_stored(backend, p, stored)]
+            self.bench.compile_ahead(backend, missing, num_tokens)
             tried = (self._attempt(backend, p, num_tokens, stored) for p in points)
             return rows + [row for row in tried if row is not None]
         # A token count is stored as a whole, so that any row of a searched backend means done.
@@ -240,6 +244,9 @@ class _Sweep:
         self.observer.step("search", num_tokens, Candidate.of(backend.name))
         # What was best at the token count before is a good guess at this one, then what is stored.
         seeds = [*self.best.get(backend.name, []), *self._known_good(backend, num_tokens)]
+        every = list(islice(space, self.settings.trials + 1))
+        known = len(every) <= self.settings.trials and not self.deadline.is_set
+        self.bench.compile_ahead(backend, every if known else [space.default, *seeds], num_tokens)
         search = Search(space, self.settings.trials, self.settings.seed, seeds)
         while (params := search.ask()) is not None:
             search.tell(evaluate(params))
@@ -256,10 +263,14 @@ class _Sweep:
         return list({row.candidate: row for row in best + kept}.values())
 
     def _known_good(self, backend: Backend, num_tokens: int) -> list[Params]:
-        if not self.store:
-            return []
-        where = (self.problem, self.device, num_tokens, self.settings.routing)
-        return list(neighbours.known_good(self.store, backend, *where))
+        """Settings that were good elsewhere: in an engine's tuned file, or nearby in the store."""
+        found: list[Params] = []
+        if self.starting and self.starting.backend == backend.name:
+            found += self.starting.near(num_tokens)
+        if self.store:
+            where = (self.problem, self.device, num_tokens, self.settings.routing)
+            found += neighbours.known_good(self.store, backend, *where)
+        return found
 
     def _attempt(
         self,
@@ -291,6 +302,12 @@ class _Sweep:
         if row.status != "ok":
             self.quarantine.note(row, code, self.bench.step)
         return row
+
+    def _is_stored(
+        self, backend: Backend, params: Params, stored: Mapping[Candidate, Measurement]
+    ) -> bool:
+        wanted = Candidate.of(backend.name, params).params
+        return any((c.backend, c.params) == (backend.name, wanted) for c in stored)
 
     def _time(
         self, ready: list[Measurement], timing: TimingSettings, num_tokens: int
@@ -327,15 +344,24 @@ class _Sweep:
     def _decide(self, bucket: TokenBucket, rows: list[Measurement]) -> Decision | NothingUsable:
         """Choose, prove the choice on the full set, and choose again where that finds a fault."""
         while True:
+            required = self.proofs.required(
+                self.settings.require, self._code, final=self.deadline.is_over()
+            )
             outcome = decide(
-                rows, bucket=bucket, defaults=self.defaults, allow_a8=self.settings.allow_a8
+                rows,
+                bucket=bucket,
+                defaults=self.defaults,
+                allow_a8=self.settings.allow_a8,
+                require=[required] if required else (),
             )
             if not isinstance(outcome, Decision):
                 break
+            tried = self.proofs.needs(outcome.winner, self._code(outcome.winner))
             refuted = self._refuted(outcome.winner, rows)
-            if refuted is None:
-                break
-            rows[:] = [refuted if row.candidate == outcome.winner else row for row in rows]
+            if refuted is None and not (tried and required):
+                break  # else the proof says whether the winner has what is required
+            if refuted is not None:
+                rows[:] = [refuted if row.candidate == outcome.winner else row for row in rows]
         if isinstance(outcome, Decision):
             if self.store:
                 timing = tuple(self.timer.facts.items())
@@ -343,11 +369,14 @@ class _Sweep:
             self.observer.decided(outcome)
         return outcome
 
+    def _code(self, candidate: Candidate) -> str:
+        backend = next(found for found in self.backends if found.name == candidate.backend)
+        return code_hash(backend, backend.layout(self.problem, candidate.params_dict))
+
     def _refuted(self, winner: Candidate, rows: list[Measurement]) -> Measurement | None:
         """The winner's new row where the full set finds a fault; None where it stands."""
         backend = next(found for found in self.backends if found.name == winner.backend)
-        params = winner.params_dict
-        code = code_hash(backend, backend.layout(self.problem, params))
+        params, code = winner.params_dict, self._code(winner)
         if not self.proofs.needs(winner, code) or self.deadline.is_over():
             return None
         self.bench.candidate(backend, params)  # it may have come from the store

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 
 from autosel import routing_file
 from autosel.buckets import bucket_for
-from autosel.core import Candidate, Decision, Device, Measurement, Problem, Rejected
+from autosel.core import (
+    Candidate,
+    Decision,
+    Device,
+    Measurement,
+    Problem,
+    Rejected,
+    check_properties,
+)
 from autosel.decide import NothingUsable
 from autosel.errors import AutoselError, field_error
 from autosel.roofline import Ceilings
@@ -37,6 +45,9 @@ class SweepSettings:
     isolate       run candidates in a worker process, where they can harm nothing; without it one
                   that crashes or hangs ends the sweep
     limits        on each step of a candidate in a worker process
+    require       properties that the winner must be certified for (:data:`autosel.core.PROPERTIES`)
+    start_from    tuned file of an engine (:func:`autosel.engine_export.read_tuned`): settings that
+                  a search tries first; they are verified and timed like any other
     """
 
     token_counts: tuple[int, ...] = ()
@@ -52,11 +63,14 @@ class SweepSettings:
     retry_failed: bool = False
     isolate: bool = True
     limits: StepLimits = field(default_factory=StepLimits)
+    require: tuple[str, ...] = ()
+    start_from: str = ""
 
     def __post_init__(self) -> None:
         key, path = routing_file.resolve(self.routing)
         object.__setattr__(self, "routing", key)
         object.__setattr__(self, "routing_file", path or self.routing_file)
+        object.__setattr__(self, "require", check_properties(self.require))
         for count in self.token_counts:
             if count < 0:
                 raise AutoselError(
