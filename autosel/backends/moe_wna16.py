@@ -52,9 +52,9 @@ class MoeWna16(Backend):
             where = "activations' dtype below compute capability 8.0"
             needs.need(problem.act_dtype != "bfloat16", where, "bfloat16", "float16")
         for name, scheme, outputs, inputs in _rules.gemms(problem):
-            needs.one_of(f"{name} group_size", scheme.group_size, GROUP_SIZES)
-            whole = scheme.group_size > 0 and inputs % scheme.group_size == 0
-            needs.need(whole, f"{name} inputs", inputs, f"whole groups of {scheme.group_size}")
+            size = scheme.group_size
+            if needs.one_of(f"{name} group_size", size, GROUP_SIZES):
+                needs.need(inputs % size == 0, f"{name} inputs", inputs, f"whole groups of {size}")
             if not scheme.symmetric and scheme.num_bits == 4:
                 needs.multiple(f"{name} outputs", outputs, 2)
         needs.need(not problem.has_bias, "expert bias", "present", "none")
