@@ -140,10 +140,11 @@ def _settings(engine: str, params: Params) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class StartingPoints:
-    """Settings of an engine's file by token count, and what was left out, in words."""
+    """Settings of ``backend`` by token count, and what was left out of the file, in words."""
 
     params: Mapping[int, Params]
     notes: tuple[str, ...] = ()
+    backend: str = BACKEND
 
     def near(self, num_tokens: int) -> list[Params]:
         """The settings of the nearest token counts, the nearest first; two at most."""

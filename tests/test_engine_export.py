@@ -18,11 +18,18 @@ from autosel import device as device_module
 from autosel.buckets import buckets
 from autosel.core import Candidate, Decision, Device, Measurement, TokenBucket
 from autosel.engine_decisions import SGLANG, VLLM, engine_flags, triton_decisions
-from autosel.engine_export import file_name, read_tuned, tuned_file
+from autosel.engine_export import StartingPoints, file_name, read_tuned, tuned_file
 from autosel.errors import UnsupportedError
+from autosel.interfaces import Space
 from autosel.presets import get as preset
 from autosel.registry import all_backends
+from autosel.sources import RandomSource
 from autosel.store import Store
+from autosel.timing import TimingSettings
+from autosel.tune import sweep
+from autosel.tune_types import SweepSettings
+from tests.fakes import CPU, Clock, FakeBackend, registered
+from tests.fakes import PROBLEM as FAKE_PROBLEM
 
 PRESET = "qwen3-30b-a3b"
 PROBLEM = preset(PRESET)
@@ -316,6 +323,30 @@ def test_settings_that_only_the_engines_kernel_has_are_named(tmp_path):
     assert points.params == {8: settings(16)}
     assert "SPLIT_K, waves_per_eu" in " ".join(points.notes)
     assert "not named" in points.notes[0]
+
+
+def test_a_search_tries_the_files_settings_first(tmp_path, monkeypatch):
+    """Of 256 settings a search of ten finds the only fast one, because the file names it."""
+    values = tuple(range(16))
+    space = Space({"a": 0, "b": 0}, {"a": values, "b": values})
+    points = StartingPoints({8: {"a": 11, "b": 13}, 999: {"a": 1}}, backend="searched")
+    monkeypatch.setattr("autosel.tune.read_tuned", lambda path: points)
+
+    def us(routing, params) -> float:
+        return 10.0 if (params["a"], params["b"]) == (11, 13) else 100.0
+
+    clock = Clock()
+    settings = SweepSettings(
+        token_counts=(4,), backends=("searched",), trials=10, start_from="file.json",
+        timing=TimingSettings(rounds=2, samples_per_round=3, limit_s=2.0),
+    )  # fmt: skip
+    with registered(searched=FakeBackend(clock, us, space=space)):
+        found = sweep(RandomSource(FAKE_PROBLEM), settings, device=CPU, timer=clock)
+        blind = sweep(
+            RandomSource(FAKE_PROBLEM), replace(settings, start_from=""), device=CPU, timer=clock
+        )
+    assert found.decision(4).winner.params_dict == {"a": 11, "b": 13}
+    assert blind.decision(4).winner.params_dict != {"a": 11, "b": 13}
 
 
 # flags -------------------------------------------------------------------------------------

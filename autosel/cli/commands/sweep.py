@@ -20,6 +20,7 @@ from autosel.cli.options import (
     duration,
     layer_options,
     names,
+    require_option,
     routing_option,
     target_argument,
     token_counts,
@@ -66,6 +67,10 @@ _LEAST_BUDGET_S = 0.01
     help="Wait up to this long before each timing for other work to leave the processors.",
 )  # fmt: skip
 @click.option(
+    "--start-from", type=click.Path(dir_okay=False, exists=True), metavar="FILE",
+    help="Tuned Triton file of vLLM or SGLang: settings that a search tries first.",
+)  # fmt: skip
+@click.option(
     "--seed", type=click.IntRange(0, 2**31 - 1), metavar="N", default=0, show_default=True,
     help="Seed of activations, routing and search.",
 )  # fmt: skip
@@ -82,6 +87,7 @@ _LEAST_BUDGET_S = 0.01
     "--eager", is_flag=True,
     help="GPU: time calls as they are launched, not in CUDA graphs; stored apart.",
 )  # fmt: skip
+@require_option
 @click.option("--fresh", is_flag=True, help="Measure again what the database already has.")
 @click.option(
     "--retry-failed", is_flag=True,
@@ -106,10 +112,12 @@ def command(
     trials: int,
     budget: Budget | None,
     wait_quiet: float | None,
+    start_from: str | None,
     seed: int,
     limit: float,
     eager: bool,
     step_limit: float,
+    require: tuple[str, ...],
     fresh: bool,
     retry_failed: bool,
     isolate: bool,
@@ -126,6 +134,7 @@ def command(
     from autosel.cli.progress import SweepProgress
     from autosel.cli.target import check_routing, resolve
     from autosel.device import detect
+    from autosel.engine_export import read_tuned
     from autosel.store import Store
     from autosel.timing import TimingSettings
     from autosel.tune_types import SweepSettings
@@ -145,11 +154,15 @@ def command(
         trials=budget.trials if budget and budget.trials else trials,
         budget_s=budget.seconds if budget else None,
         seed=seed,
+        start_from=start_from or "",
+        require=require,
         resume=not fresh,
         retry_failed=retry_failed,
         isolate=isolate,
         limits=StepLimits(pack_s=step_limit, first_call_s=step_limit, verify_s=step_limit),
     )
+    for line in read_tuned(start_from).notes if start_from else ():
+        note(line)
     found = resolve(target, layer_options)
     check_routing(routing, found)
     here = detect(device)
