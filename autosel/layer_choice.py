@@ -217,18 +217,21 @@ class Chooser:
             decision = answer.at(bucket.low)
             if found is None and decision is not None:
                 found = self._instead(answer, decision, layout)
-            if found is not None and not answer.illegal(found.winner, self.device):
+            if found is not None and not self._illegal(answer, found.winner, found.bucket):
                 return replace(found, bucket=bucket)
         return None
 
     def _banned(self, candidate: Candidate) -> bool:
         return candidate in self._failed
 
+    def _illegal(self, answer: Answer, candidate: Candidate, bucket: TokenBucket) -> bool:
+        return answer.illegal(candidate, self.device, bucket.measured)
+
     def _instead(
         self, answer: Answer, decision: Decision, layout: str | None = None
     ) -> Decision | None:
         def banned(candidate: Candidate) -> bool:
-            return candidate in self._failed or answer.illegal(candidate, self.device)
+            return self._banned(candidate) or self._illegal(answer, candidate, decision.bucket)
 
         rows = answer.measurements
         return instead(decision, rows, banned, allow_a8=self._allow_a8, layout=layout)

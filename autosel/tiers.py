@@ -97,13 +97,11 @@ class Answer:
     measurements: tuple[Measurement, ...] = ()
     entry: Entry | None = field(default=None, repr=False)
 
-    def illegal(self, candidate: Candidate, device: Device) -> bool:
-        """Whether a pack names a candidate that must not run here; databases hold what ran."""
-        entry = self.entry
-        if entry is None:
+    def illegal(self, candidate: Candidate, device: Device, num_tokens: int) -> bool:
+        """Whether a pack names a candidate that must not run; databases hold what ran here."""
+        if self.entry is None:
             return False
-        tokens = self.decisions[0].bucket.measured if self.decisions else 1
-        return bool(library.why_illegal(candidate, entry.problem, device, tokens))
+        return bool(library.why_illegal(candidate, self.entry.problem, device, num_tokens))
 
     def at(self, num_tokens: int) -> Decision | None:
         return next((d for d in self.decisions if num_tokens in d.bucket), None)

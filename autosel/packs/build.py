@@ -99,12 +99,28 @@ def build(
             source = Source(made_on, autosel.__version__, commit, created, line(command))
             found = _entry(decided, rows, key, source, allow_a8, with_samples)
             if found.decisions:
-                entries.append(found)
+                entries.append(_proven_and_planned(found, store, allow_a8))
     if not entries:
         on = f"on {device.name} with its software" if device else "on any device"
         expected = f"at least one for {about.name} {on}; autosel sweep makes them"
         raise PackError(field_error("pack", "decisions stored", "none", expected))
     return sealed(Pack((about,), tuple(entries)))
+
+
+def _proven_and_planned(entry: Entry, store: Store, allow_a8: bool) -> Entry:
+    """``entry`` with the certificates of its winners and runners-up, and the plan that holds."""
+    wanted = set(entry.candidates)
+    certificates = tuple(
+        replace(certificate, reason=line(certificate.reason))
+        for certificate in store.certificates(entry.problem, entry.device)
+        if certificate.candidate in wanted
+    )
+    timing = tuple(entry.timing.items())
+    plans = store.plans(entry.problem, entry.device, entry.routing, timing=timing)
+    plan = plans[-1].plan if plans else None
+    if plan is not None and not allow_a8 and any(b.accuracy != "exact" for b in plan.buckets):
+        plan = None
+    return replace(entry, certificates=certificates, plan=plan)
 
 
 def _grouped(

@@ -88,10 +88,11 @@ class _Canary:
         rival = decision.runner_up
         if rival is not None and not why_illegal(rival, problem, self.device, tokens):
             try:
-                calls[rival] = self._call(rival, x, routing)
-                calls[rival]()
+                trial = self._call(rival, x, routing)
+                trial()
+                calls[rival] = trial
             except (*CAUGHT, _RefusedError):
-                calls.pop(rival, None)  # a rival that does not run here wins nothing
+                self._left()  # a rival that does not run here wins nothing
         left = self._left()
         cache: Literal["cold", "hot"] = "hot" if self.entry.timing.get("cache") == "hot" else "cold"
         settings = TimingSettings(
@@ -125,12 +126,17 @@ class _Canary:
         params = candidate.params_dict
         try:
             backend = registry.get(candidate.backend)
+            support = backend.supports(self.entry.problem, self.device)
+            if not support:
+                raise _RefusedError(f"{candidate.key} is not supported here: {support}")
             if candidate.layout not in self.packed:
                 made = backend.layout(self.entry.problem, params).pack(self.experts)
                 self.packed[candidate.layout] = made
             packed = self.packed[candidate.layout]
             local = localize(routing, self.entry.problem, self.expert_map, device=x.device)
             out = torch.full_like(x, torch.nan)
+        except _RefusedError:
+            raise
         except CAUGHT as error:
             raise _RefusedError(failed(error, f"{candidate.key} pack")[1]) from error
         self._left()

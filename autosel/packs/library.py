@@ -9,7 +9,7 @@ from pathlib import Path
 
 from autosel import records, registry
 from autosel.core import Candidate, Device, Problem
-from autosel.errors import AutoselError, PackError, field_error
+from autosel.errors import AutoselError, PackError, UnsupportedError, field_error
 from autosel.packs import signing
 from autosel.packs.content import from_bytes
 from autosel.packs.model import Pack
@@ -68,12 +68,10 @@ def why_illegal(candidate: Candidate, problem: Problem, device: Device, num_toke
     """Why a backend would never propose these parameters for this call itself; "" when it would.
 
     Parameters are numbers in a stranger's file: only points of the backend's own space are run.
+    Whether the backend itself can run here is asked when it is to run.
     """
     try:
         backend = registry.get(candidate.backend)
-        support = backend.supports(problem, device)
-        if not support:
-            return f"{candidate.backend} is not supported: {support}"
         space = backend.space(problem, num_tokens, device)
         for name, value in candidate.params:
             choices = (*space.choices.get(name, ()), *_default(space.default, name))
@@ -86,6 +84,8 @@ def why_illegal(candidate: Candidate, problem: Problem, device: Device, num_toke
         if illegal is not None:
             return f"{candidate.key}: {illegal}"
         layout = backend.layout(problem, candidate.params_dict).key
+    except UnsupportedError:
+        return ""  # what has no layout for this layer does not run either
     except Exception as error:  # a plugin's own rules may raise anything
         return f"{candidate.backend} refuses {candidate.key}: {' '.join(str(error).split())[:200]}"
     if layout != candidate.layout:

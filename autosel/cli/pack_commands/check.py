@@ -14,7 +14,7 @@ from autosel.cli.options import (
     routing_option,
     target_argument,
 )
-from autosel.cli.report import Report, Table
+from autosel.cli.report import Report, Table, note
 
 
 @click.command(cls=Command)
@@ -87,4 +87,6 @@ def command(
                 )
     columns = ("layer", "pack", "check", ">took", "what was found")
     parts = [Table(columns, rows)] if rows else ["no compatible pack about these layers"]
+    if failures:
+        note(f"{failures} of {len(rows)} checks failed: those packs are not used here")
     return Report({"target": found.name, "checks": checks}, parts, 1 if failures else 0)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import click
 
 from autosel.cli.group import Command
-from autosel.cli.report import Report, Table
+from autosel.cli.report import Report, Table, note
 
 
 @click.command(cls=Command)
@@ -40,4 +40,6 @@ def command(first: str, second: str, tolerance: float, exit_code: bool) -> Repor
     ]
     data = {"first": first, "second": second, "changes": [asdict(item) for item in found]}
     parts = [Table(columns, rows)] if rows else ["no difference"]
+    if exit_code and found:
+        note(f"{len(found)} differences")
     return Report(data, parts, 1 if exit_code and found else 0)
