@@ -9,7 +9,6 @@ never changed, so that calls in other threads see the old one or the new one.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NoReturn
@@ -26,6 +25,7 @@ from autosel.failures import CAUGHT, failed, is_out_of_memory
 from autosel.interfaces import Backend, Layout, PackedExperts
 from autosel.layer_check import Probe, make_probe
 from autosel.layer_choice import Choice, Chooser, Fault
+from autosel.layer_lookup import Lookup
 from autosel.ranks_choice import SharedChooser
 
 #: Gives the layer's weights, or raises AutoselError where they are gone for good.
@@ -74,20 +74,6 @@ class Entry:
     backend: Backend
     packed: PackedExperts
     params: Mapping[str, Any]
-
-
-class _Table:
-    """Entries sorted by their lowest token count; immutable."""
-
-    __slots__ = ("entries", "lows")
-
-    def __init__(self, entries: tuple[Entry, ...]) -> None:
-        self.entries = entries
-        self.lows = [entry.choice.bucket.low for entry in entries]
-
-    def at(self, num_tokens: int) -> Entry:
-        index = bisect_right(self.lows, num_tokens) - 1
-        return self.entries[index if index > 0 else 0]
 
 
 class _FaultyError(Exception):
@@ -190,7 +176,7 @@ class LayerRuntime:
 
     # building --------------------------------------------------------------------------------
 
-    def _build(self) -> _Table:
+    def _build(self) -> Lookup[Entry]:
         """Pack, run once, compare; whoever fails is withdrawn and the table made again.
 
         Each round withdraws one candidate or ends, so there is no loop without end.
@@ -209,7 +195,7 @@ class LayerRuntime:
                     self._chooser.abort(error)  # the other ranks wait for this one
                 raise
             if self._chooser.settle(fault):
-                return _Table(tuple(entries))
+                return Lookup([(entry.choice.bucket, entry) for entry in entries])
 
     def _proven(
         self, choices: tuple[Choice, ...], proven: dict[object, Entry], source: _Once

@@ -6,8 +6,8 @@
 A lookup is what a layer does in each call to find the candidate of its token count
 (:class:`autosel.layer_lookup.Lookup`). Times are the least of many short runs, each of 1,000
 lookups of other token counts, less an empty loop: other work on the machine only ever adds, so the
-least is nearest to the truth, and it says nothing where every run was disturbed. Instructions hardly
-depend on the load; they include the loop, and a core of today does two to four in a nanosecond.
+least is nearest to the truth, and it says nothing where every run was disturbed. Instructions
+hardly depend on the load; they include the loop.
 """
 
 from __future__ import annotations
@@ -57,18 +57,20 @@ def nanoseconds(size: int, repeats: int) -> float:
 
 def instructions(size: int) -> float:
     """Instructions of one lookup: the difference of two runs under callgrind."""
-    runs = 1000  # so that the start of Python, which varies by some millions, does not show
+    runs = 300  # so that the start of Python, which varies by some millions, does not show
     return (_counted(size, runs) - _counted(size, 0)) / (runs * LOOPS)
 
 
+def loop(size: int, runs: int) -> None:
+    """What is counted: ``runs`` times 1,000 lookups."""
+    at, asked = table(size).at, tokens(size)
+    for _ in range(runs):
+        for count in asked:
+            at(count)
+
+
 def _counted(size: int, runs: int) -> int:
-    code = (
-        "from bench.lookup import table, tokens\n"
-        f"at, asked = table({size}).at, tokens({size})\n"
-        f"for _ in range({runs}):\n"
-        "    for count in asked:\n"
-        "        at(count)\n"
-    )
+    code = f"from bench.lookup import loop; loop({size}, {runs})"
     with tempfile.TemporaryDirectory() as folder:
         command = [
             "valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out",
