@@ -73,6 +73,7 @@ def sweep(
     routing: str = "uniform",
     backends: Sequence[str] = (),
     allow_a8: bool = False,
+    require: Sequence[str] = (),
     layer: int | None = None,
     device: Device | None = None,
     db: Database = None,
@@ -83,6 +84,7 @@ def sweep(
     """Pack, verify and time every backend that can run the layer here; store it all and decide.
 
     tokens    token counts to measure; the device kind's default when left out
+    require   properties that winners must be certified for (:data:`autosel.core.PROPERTIES`)
     db        database file or open Store (default: the user's; see :meth:`Store.open`)
     settings  everything else there is to choose; the arguments above override it
     options   of :func:`source`
@@ -99,6 +101,8 @@ def sweep(
         given["routing"] = routing
     if allow_a8:
         given["allow_a8"] = True
+    if require:
+        given["require"] = tuple(require)
     chosen = replace(chosen, **given)
     weights = source(target, layer=layer, **options)
     with _store(db) as store:
@@ -110,6 +114,7 @@ def explain(
     tokens: int,
     *,
     routing: str = "uniform",
+    require: Sequence[str] = (),
     layer: int | None = None,
     device: Device | None = None,
     db: Database = None,
@@ -123,7 +128,9 @@ def explain(
     weights = source(target, layer=layer, **options)
     model = weights.path if isinstance(weights, CheckpointSource) else None
     with open_tiers(db, model) as tiers:
-        return _explain(tiers, weights.problem, device or detect(), tokens, routing=routing)
+        return _explain(
+            tiers, weights.problem, device or detect(), tokens, routing=routing, require=require
+        )
 
 
 def plan(

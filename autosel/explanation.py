@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from autosel import buckets, identity, records
-from autosel.core import Candidate, Decision, Device, Measurement, Problem, Rejected, TokenBucket
+from autosel.core import (
+    Candidate,
+    Certificate,
+    Decision,
+    Device,
+    Measurement,
+    Problem,
+    Rejected,
+    TokenBucket,
+)
 from autosel.decide import NothingUsable, decide
 from autosel.fallback import fallback
 from autosel.records import Timing
+from autosel.requirements import Required
 from autosel.store import Store
 from autosel.tiers import Found, Origin, Tiers
 
@@ -28,6 +38,8 @@ class Explanation:
     used      what serves the layer: the winner, or the built-in fallback
     measured  when the newest entry of the key was stored (UTC), if there is one
     origin    where the decision comes from: the user's database, or another tier of results
+    certificates  what is proven about candidates of this layer on this device
+    required  properties that were asked for
     told      decisions of packs that may not decide here, and why not (``origin.note``)
     """
 
@@ -46,6 +58,13 @@ class Explanation:
     measurements: tuple[Measurement, ...] = field(default=(), repr=False)
     origin: Origin | None = None
     told: tuple[Found, ...] = field(default=(), repr=False)
+    certificates: tuple[Certificate, ...] = field(default=(), repr=False)
+    required: tuple[str, ...] = ()
+
+    @property
+    def certificate(self) -> Certificate | None:
+        """What is proven about the candidate that is used."""
+        return next((c for c in self.certificates if c.candidate == self.used), None)
 
     @property
     def key(self) -> dict[str, Any]:
@@ -74,6 +93,9 @@ class Explanation:
             "nearest": _nearest_dict(self.nearest),
             "measured": self.measured,
             "origin": self.origin.to_dict() if self.origin else None,
+            "required": list(self.required),
+            "certificate": self.certificate.to_dict() if self.certificate else None,
+            "certificates": [_proven(item) for item in self.certificates],
             "told": [
                 {"decision": records.decision_dict(f.decision), "origin": f.origin.to_dict()}
                 for f in self.told
@@ -90,12 +112,15 @@ def explain(
     *,
     routing: str = "uniform",
     timing: Mapping[str, Any] | None = None,
+    require: Iterable[str] = (),
 ) -> Explanation:
     """Explain what is used for ``num_tokens`` tokens of this layer on ``device``.
 
     Only what was measured on this device, with this driver and these package versions, answers,
     or a pack that may decide here (:mod:`autosel.tiers`); anything nearby is named and never used.
     ``timing`` picks a way of timing (default: cold caches) where a layer was timed in several.
+    ``require`` names properties (:data:`autosel.core.PROPERTIES`): the stored samples are decided
+    again among the candidates that are certified for them. AutoselError for an unknown one.
     A Store alone is asked without the other tiers.
     """
     tiers = results if isinstance(results, Tiers) else None
@@ -104,7 +129,9 @@ def explain(
     mode = tuple(sorted((timing or COLD).items()))
     nearest = store.nearest(problem, device, routing)
     measured = nearest.entry.newest if nearest is not None and nearest.exact else None
-    asked = _Question(problem, device, num_tokens, routing, measured)
+    required = Required.stored(require, store, problem, device)
+    certificates = tuple(store.certificates(problem, device)) if device.name.strip() else ()
+    asked = _Question(problem, device, num_tokens, routing, measured, required, certificates)
     here: Explanation | None = None
     if nearest is not None and nearest.exact:
         here = _here(store, asked, mode)
@@ -112,7 +139,7 @@ def explain(
         return here
     answers = tiers.answers(problem, device, routing=routing, timing=mode) if tiers else None
     elsewhere = answers.find(num_tokens) if answers else None
-    if elsewhere is not None:
+    if elsewhere is not None and not asked.lacks(elsewhere):
         return asked.answered(elsewhere)
     if here is not None:
         return here
@@ -128,7 +155,7 @@ def _here(store: Store, asked: _Question, mode: Timing) -> Explanation | None:
     measurements = store.measurements(*key, timing=mode)
     decisions = store.decisions(*key, timing=mode)
     decision = next((d for d in decisions if asked.num_tokens in d.bucket), None)
-    if decision is not None:
+    if decision is not None and not asked.required:
         return asked.tuned(decision, _at(measurements, decision.bucket))
     # What failed before it was timed belongs to every way of timing; where another way was
     # timed, those rows alone do not mean that this one was tried.
@@ -139,7 +166,7 @@ def _here(store: Store, asked: _Question, mode: Timing) -> Explanation | None:
     found = buckets.buckets(m.num_tokens for m in measurements)
     bucket = buckets.bucket_for(found, asked.num_tokens)
     there = _at(measurements, bucket)
-    verdict = decide(there, bucket=bucket)
+    verdict = decide(there, bucket=bucket, require=[asked.required] if asked.required else ())
     if isinstance(verdict, NothingUsable):
         return asked.unusable(verdict, there)
     return asked.tuned(verdict, there)
@@ -154,12 +181,21 @@ class _Question:
     num_tokens: int
     routing: str
     measured: str | None
+    required: Required
+    certificates: tuple[Certificate, ...]
+
+    def lacks(self, found: Found) -> str:
+        """What another tier's winner is not certified for, by its own certificates."""
+        entry = found.answer.entry
+        proven = Required.of(self.required.names, entry.certificates if entry else ())
+        return proven.lacks(found.decision.winner)
 
     def _answer(self, status: str, used: Candidate, why: str, **more: Any) -> Explanation:
         origin = more.get("origin")
         return Explanation(
             self.problem, self.device, self.num_tokens, self.routing, status, used, why,
-            measured=origin.decided if origin else self.measured, **more,
+            measured=origin.decided if origin else self.measured,
+            certificates=self.certificates, required=self.required.names, **more,
         )  # fmt: skip
 
     def _fallback(self, failed: Collection[str] = ()) -> Candidate:
@@ -205,6 +241,23 @@ class _Question:
         else:
             why = f"nothing is stored for this key; the nearest entry differs: {nearest}"
         return self._answer("not tuned", self._fallback(), why, nearest=nearest, told=told)
+
+
+def _proven(certificate: Certificate) -> dict[str, Any]:
+    """A certificate in short; the whole of the used candidate's stands beside."""
+    return {
+        "candidate": {
+            **records.candidate_dict(certificate.candidate),
+            "key": certificate.candidate.key,
+        },
+        "status": certificate.status,
+        "reason": certificate.reason,
+        "level": certificate.level,
+        "score": certificate.score,
+        "bias": certificate.bias,
+        "properties": dict(certificate.properties),
+        "created": certificate.created,
+    }
 
 
 def _timed(store: Store, asked: _Question) -> bool:

@@ -62,7 +62,7 @@ class Unpacked(Kernel):
     def layout(self, problem: Problem, params: Params) -> Layout:
         if problem.act_dtype == "float32":
             raise UnsupportedError("Marlin's kernel has 16-bit activations")
-        layout = Marlin()
+        layout = Marlin(problem.act_dtype)
         layout.check(problem)
         return layout
 
@@ -74,7 +74,8 @@ class Unpacked(Kernel):
         params: Params,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        canonical = Canonical().pack(Marlin().unpack(packed))
+        layout = Marlin(packed.problem.act_dtype)
+        canonical = Canonical().pack(layout.unpack(packed))
         return super().run(canonical, x, routing, params, out)
 
 

@@ -48,6 +48,17 @@ def names(text: str | tuple[str, ...]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
+def properties(text: str | tuple[str, ...]) -> tuple[str, ...]:
+    """``a,b``: names of properties that certificates speak of."""
+    from autosel.core import check_properties
+    from autosel.errors import AutoselError
+
+    try:
+        return check_properties(names(text))
+    except AutoselError as error:
+        raise click.BadParameter(str(error).removeprefix("require: ")) from None
+
+
 def group_size(text: str) -> int:
     """A number of inputs, or ``channel`` (also ``-1``) for one group over all of them."""
     if text.lower() in ("channel", "-1"):
@@ -172,3 +183,9 @@ device_option = click.option(
 )  # fmt: skip
 
 target_argument = click.argument("target", metavar="CHECKPOINT|PRESET")
+
+
+require_option = click.option(
+    "--require", type=properties, metavar="NAME,NAME,...", default=(), show_default=False,
+    help="Choose only who is certified for these, for example deterministic,batch_invariant.",
+)  # fmt: skip

@@ -15,6 +15,7 @@ from autosel.cli.options import (
     db_option,
     device_option,
     layer_options,
+    require_option,
     routing_option,
     target_argument,
 )
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     help="Tokens in the call.",
 )
 @conditions_options
+@require_option
 @layer_options
 @routing_option
 @device_option
@@ -45,6 +47,7 @@ def command(
     target: str,
     tokens: int,
     conditions: Conditions,
+    require: tuple[str, ...],
     layer_options: LayerOptions,
     routing: str,
     device: str | None,
@@ -77,7 +80,15 @@ def command(
         answers = [
             (
                 layer.label,
-                explain(tiers, layer.problem, here, tokens, routing=routing, timing=timing),
+                explain(
+                    tiers,
+                    layer.problem,
+                    here,
+                    tokens,
+                    routing=routing,
+                    timing=timing,
+                    require=require,
+                ),
             )
             for layer in found.layers
         ]
@@ -90,7 +101,8 @@ def command(
     again += "".join(
         f" --{name} {value}"
         for name, value, usual in (
-            ("routing", routing, "uniform"), ("cache", cache, "cold"), ("device", device, None)
+            ("routing", routing, "uniform"), ("cache", cache, "cold"), ("device", device, None),
+            ("require", ",".join(require), ""),
         )
         if value != usual
     )  # fmt: skip
