@@ -16,7 +16,7 @@ BUSY_STEAL = 0.05
 
 
 def words(measurements: Sequence[Measurement]) -> tuple[str, ...]:
-    """One clause for each thing that makes these measurements less sure; none on a quiet machine."""
+    """A clause for each thing that makes these measurements less sure; none on a quiet machine."""
     found = []
     taken = sum(len(m.times_us) for m in measurements)
     spoiled = sum(samples.ranking(m).left_out for m in measurements)

@@ -6,11 +6,11 @@ with the lowest ranking quantile (:mod:`autosel.stats`) of its undisturbed sampl
 (:mod:`autosel.samples`). Candidates of another race, or of unknown origin, cannot be paired with it
 round by round; such a rival counts as slower when a bootstrap interval of their ratio lies above
 ``1 + epsilon / 2``, at the same strictness as a race's. What is not slower and near the fastest is
-a tie, and the canonical order decides. Near means within three epsilon, or within four standard
-errors where the samples tell less than that, but never more than ``TIE_LIMIT``: the less is known,
-the more it matters that reruns agree. What looks slower than that is never preferred by the order;
-while it is not shown to be slower (at ``confidence``), the decision is marked as a tie as well:
-another run might find it faster.
+a tie, and the canonical order decides. Near means within epsilon, or within 3.5 standard errors
+where the race tells less than that; without a race, and at most, it means ``TIE_LIMIT``: the less
+is known, the more it matters that reruns agree. What looks slower than that is never preferred by
+the order; while it is not shown to be slower (at ``confidence``), the decision is marked as a tie
+as well: another run might find it faster.
 
 **Canonical order** of tied candidates: exact weights and activations before 8-bit activations,
 fewer bytes of packed weights, backend name, a backend's default before its tuned settings, then
@@ -52,9 +52,8 @@ __all__ = [
     "newest_cover",
 ]
 
-#: The order chooses nothing that looks slower than this, in epsilons and in standard errors ...
-NEAR_EPSILONS = 3
-NEAR_STDERRS = 4
+#: The order chooses nothing that looks slower than epsilon and than so many standard errors ...
+NEAR_STDERRS = 3.5
 #: ... and never what looks slower than this.
 TIE_LIMIT = 0.15
 
@@ -228,10 +227,10 @@ def _not_slower(
         if entry.out is not None:
             continue
         ratio = entry.over(fastest)
-        near = math.log1p(NEAR_EPSILONS * epsilon)
-        if ratio.log <= min(max(near, NEAR_STDERRS * ratio.stderr), math.log1p(TIE_LIMIT)):
+        raced = isinstance(ratio, PairedRatio)
+        near = max(math.log1p(epsilon), NEAR_STDERRS * ratio.stderr) if raced else math.inf
+        if ratio.log <= min(near, math.log1p(TIE_LIMIT)):
             # A race that both survived has judged them already, as strictly.
-            raced = isinstance(ratio, PairedRatio)
             if raced or not ratio.exceeds(SEPARATES * epsilon, strict):
                 tied.append(entry)
         # The order would not choose it, so reruns agree without the stricter level.

@@ -21,9 +21,10 @@ from autosel.errors import AutoselError, field_error
 from autosel.racing_bounds import Floats
 from autosel.timing import Call, Prepared, Sample, TimingSettings, time_candidates
 
-#: Samples of each candidate in the fixed design that racing is compared with. vLLM's tuner of MoE
-#: kernels takes 200 calls a configuration (benchmarks/kernels/benchmark_moe.py, 20 graphs of 10).
-EXHAUSTIVE = 100
+#: Samples of each candidate in the fixed design that racing is compared with: as many as the race
+#: grants those that it cannot tell apart. vLLM's tuner of MoE kernels takes as many calls of each
+#: configuration (benchmarks/kernels/benchmark_moe.py: 20 replays of a graph of 10).
+EXHAUSTIVE = TimingSettings().rounds
 FEW = 10
 #: Microseconds that a sample takes beside the call itself: flush, events and synchronisation.
 OVERHEAD_US = 100.0

@@ -9,7 +9,7 @@ that is not called a tie is a false one. `recorded`: a CSV with a row a candidat
 that has this median, 90 % quantile and minimum, so the order and the noise are real ones and the
 samples are not.
 
-Regret is the chosen candidate's true time over the best one's, minus one. Exhaustive takes 100
+Regret is the chosen candidate's true time over the best one's, minus one. Exhaustive takes 200
 samples of every candidate. Writes `strategies.csv` (a row a cell and strategy) and `strategies.md`.
 """
 

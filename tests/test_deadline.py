@@ -1,0 +1,98 @@
+"""The sweep's time budget: shares, what is tried, and what the result says was cut."""
+
+from __future__ import annotations
+
+import pytest
+
+from autosel.core import Decision
+from autosel.deadline import LEAST_S, Deadline
+from autosel.errors import AutoselError
+from autosel.interfaces import Space
+from autosel.timing import TimingSettings
+from autosel.tune_types import SweepSettings
+from tests.fakes import Clock, FakeBackend, registered
+from tests.test_tune import run
+
+
+def test_what_one_token_count_leaves_goes_to_the_others() -> None:
+    clock = [0.0]
+    deadline = Deadline(100.0, 4, lambda: clock[0])
+    deadline.begin()
+    assert deadline.timing_s() == pytest.approx(25.0)
+    assert not deadline.trying_is_over()
+    clock[0] = 15.0
+    assert deadline.trying_is_over()
+    assert deadline.timing_s() == pytest.approx(10.0)
+    deadline.begin()  # 85 s left for three
+    assert deadline.timing_s() == pytest.approx(85 / 3)
+    clock[0] = 99.0
+    deadline.begin()
+    assert deadline.timing_s() == pytest.approx(0.5)
+    clock[0] = 200.0
+    deadline.begin()
+    assert deadline.timing_s() == LEAST_S
+    assert deadline.trying_is_over()
+
+
+def test_without_a_budget_nothing_is_ever_over() -> None:
+    deadline = Deadline(None, 2, lambda: 1e9)
+    deadline.begin()
+    assert (deadline.is_set, deadline.trying_is_over(), deadline.timing_s()) == (False, False, None)
+
+
+def test_every_token_count_has_an_answer_and_the_cut_is_said() -> None:
+    """Each first call takes a second; there is time for some of six candidates."""
+    clock = Clock()
+
+    def slow_start(params: object) -> None:
+        if not clock.timing:
+            clock.seconds += 0.05
+
+    fakes = {f"b{n}": FakeBackend(clock, 100.0 + 40 * n, before=slow_start) for n in range(6)}
+    with registered(**fakes):
+        result = run(clock, token_counts=(1, 4, 16), budget_s=8.0)
+        whole = run(clock, token_counts=(1, 4, 16))
+    assert len(result.decisions) == 3
+    assert all(isinstance(d, Decision) for d in result.outcomes)
+    assert result.cuts
+    assert all(cut.untried for cut in result.cuts)
+    assert result.cuts[0].text.startswith("out of time at 1 tokens: not tried: ")
+    tried = {m.candidate.backend for m in result.measurements}
+    assert tried < set(fakes), "who was not tried is no row, so that a later sweep measures it"
+    assert whole.cuts == ()
+    assert {m.candidate.backend for m in whole.measurements} == set(fakes)
+
+
+def test_a_budget_of_nothing_still_finds_one_right_candidate_a_token_count() -> None:
+    clock = Clock()
+    fakes = {"bad": FakeBackend(clock, spoil=lambda x, out, packed: out.mul_(2)),
+             "good": FakeBackend(clock), "more": FakeBackend(clock)}  # fmt: skip
+    with registered(**fakes):
+        result = run(clock, token_counts=(1, 8), budget_s=1e-6)
+    assert [d.winner.backend for d in result.decisions] == ["good", "good"]
+    assert [cut.untried for cut in result.cuts] == [("more",), ("more", "bad")] or all(
+        "more" in cut.untried for cut in result.cuts
+    )
+
+
+def test_a_search_ends_with_its_share_and_says_how_far_it_came() -> None:
+    clock = Clock()
+    space = Space(default={"n": 0}, choices={"n": tuple(range(40))})
+
+    def slow(params: object) -> None:
+        if not clock.timing:
+            clock.seconds += 0.02
+
+    with registered(tuned=FakeBackend(clock, 100.0, space=space, before=slow)):
+        result = run(clock, token_counts=(4,), budget_s=6.0, trials=40)
+    (cut,) = result.cuts
+    assert "search ended after" in cut.text
+    assert result.decision(4).winner.backend == "tuned"
+
+
+def test_bad_budgets_are_refused() -> None:
+    with pytest.raises(AutoselError, match=r"SweepSettings\.budget_s"):
+        SweepSettings(budget_s=0.0)
+    with pytest.raises(AutoselError, match=r"SweepSettings\.trials"):
+        SweepSettings(trials=0)
+    assert SweepSettings(timing=TimingSettings()).budget_s is None
