@@ -25,8 +25,9 @@ from autosel.core import Device, Params, Problem, QuantScheme, Routing, Support
 from autosel.dtypes import torch_dtype
 from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
-from autosel.layouts.humming import PAD_K, PAD_N, gemms
+from autosel.layouts.humming import PAD_K, PAD_N, gemms, same_as_marlin
 from autosel.layouts.humming import Humming as HummingLayout
+from autosel.layouts.marlin import Marlin as MarlinLayout
 
 KINDS = ("indexed", "grouped_contiguous")
 GROUP_SIZES = (16, 32, 64, 128)
@@ -84,6 +85,9 @@ class Humming(Backend):
         return Support(self.available(device).reasons + needs.support.reasons)
 
     def layout(self, problem: Problem, params: Params) -> Layout:
+        """Marlin's where that is the same, so that one packed copy serves both backends."""
+        if same_as_marlin(problem, problem.act_dtype):
+            return MarlinLayout(problem.act_dtype)
         return HummingLayout(problem.act_dtype)
 
     def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:

@@ -29,6 +29,7 @@ from autosel.layouts._marlin_tiles import (
     permute_grouped,
     permute_single,
 )
+from autosel.layouts.marlin import Marlin
 from autosel.packing import pack_last, unpack_last
 
 PAD_N, PAD_K = 256, 128
@@ -64,6 +65,23 @@ def gemms(problem: Problem) -> tuple[Gemm, Gemm]:
         gemm("w13", problem.w13, shards, shards * inner, hidden),
         gemm("w2", problem.w2, 1, hidden, inner),
     )
+
+
+def same_as_marlin(problem: Problem, act_dtype: str) -> bool:
+    """Whether Marlin's layout of this layer is the same tensors, bit for bit.
+
+    So it is for symmetric weights, unless codes are re-encoded (:func:`is_wide`), where both pad
+    alike and read the scales' rows alike. One packed copy then serves both backends.
+    """
+    for mine, other in zip(gemms(problem), Marlin(act_dtype).gemms(problem), strict=True):
+        one_place = mine.shards == 1 or mine.stored_outputs == mine.outputs
+        sizes = ("stored_outputs", "stored_inputs", "stored_groups")
+        alike = all(getattr(mine, size) == getattr(other, size) for size in sizes)
+        scales_alike = (mine.stored_groups == 1) == (mine.scheme.group_size == -1)
+        encoded = is_wide(mine.scheme, act_dtype) or not mine.scheme.symmetric
+        if not (one_place and alike and scales_alike) or encoded:
+            return False
+    return True
 
 
 @dataclass(frozen=True)

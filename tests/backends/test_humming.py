@@ -252,3 +252,15 @@ def test_a_release_without_a_function_is_a_reason(monkeypatch: pytest.MonkeyPatc
     humming.package.cache_clear()
     text = str(BACKEND.supports(CASES["plain"], H200))
     assert "humming.transform: prepare_layer_config: found missing" in text
+
+
+def test_one_packed_copy_with_marlin() -> None:
+    """Where the tensors are the same, the layouts compare equal, and Humming runs on them."""
+    from autosel.backends.marlin import Marlin
+
+    problem = make.problem(256, 128, group=64)
+    assert BACKEND.layout(problem, {}) == Marlin().layout(problem, {})
+    for kind in KINDS:
+        check(problem, kind=kind)
+    other = make.problem(256, 128, group=64, symmetric=False)
+    assert BACKEND.layout(other, {}) != Marlin().layout(other, {})

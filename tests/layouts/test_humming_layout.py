@@ -121,3 +121,35 @@ def test_planted_faults_are_seen(tensor: str) -> None:
 def test_refuses_what_the_kernel_lacks() -> None:
     with pytest.raises(UnsupportedError, match="group_size: found 48"):
         Humming().pack(make.experts(make.problem(192, 96, group=48)))
+
+
+#: Layers that both pad alike, and those that miss one condition each.
+SHARED = {
+    "4 bit": (make.problem(256, 128, group=32), True),
+    "4 bit group 128": (make.problem(512, 256, group=128, bias=True), True),
+    "4 bit channel": (make.problem(256, 128, group=-1), True),
+    "4 bit fp16": (make.problem(256, 128, act_dtype="float16", scale_dtype="float16"), True),
+    "8 bit fp16": (
+        make.problem(256, 128, bits=8, act_dtype="float16", scale_dtype="float16"), True,
+    ),
+    "act-order": (make.problem(256, 128, group=64, act_order="w13+w2"), True),
+    "non-gated": (make.problem(256, 256, activation="relu2_no_mul"), True),
+    "asymmetric": (make.problem(256, 128, symmetric=False), False),
+    "8 bit bf16": (make.problem(256, 128, bits=8), False),
+    "shards padded": (make.problem(256, 96), False),
+    "outputs of w2 padded": (make.problem(128, 128), False),
+    "inputs of w2 padded": (make.problem(256, 192), False),
+    "one declared group": (make.problem(512, 128, group=128), False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARED)
+def test_marlins_tensors_where_they_are_said_to_be_the_same(case: str) -> None:
+    """And only there: each other case differs in a shape or a bit."""
+    problem, same = SHARED[case]
+    assert humming.same_as_marlin(problem, problem.act_dtype) is same
+    experts = make.experts(problem)
+    mine = Humming(problem.act_dtype).pack(experts).tensors
+    other = Marlin(problem.act_dtype).pack(experts).tensors
+    equal = mine.keys() == other.keys() and all(torch.equal(mine[k], other[k]) for k in mine)
+    assert equal is same
