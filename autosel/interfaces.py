@@ -27,7 +27,7 @@ from autosel.core import (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class PackedExperts:
     """A layer's weights in one kernel layout: named tensors and the facts needed to read them."""
 
@@ -155,6 +155,15 @@ class Backend(ABC):
 
     def accuracy(self, params: Params) -> AccuracyClass:
         return "exact"
+
+    def compile_ahead(  # noqa: B027 - a hook
+        self, problem: Problem, params: Params, num_tokens: int, device: Device
+    ) -> None:
+        """Compile what :meth:`run` will call into the compiler's cache on disk; by default nothing.
+
+        Called in helper processes, several at once, that have neither weights nor the device. What
+        it raises is ignored: the candidate's own first call compiles what is missing.
+        """
 
     @abstractmethod
     def run(

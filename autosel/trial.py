@@ -154,6 +154,9 @@ class Bench:
             self._source.problem, self._settings, self._device, candidate, num_tokens, status, why
         )
 
+    def compile_ahead(self, backend: Backend, points: Sequence[Params], num_tokens: int) -> None:
+        """Nothing: in this process the first call compiles."""
+
     def attempt(self, candidate: Candidate, num_tokens: int) -> Measurement:
         """Pack, call once and verify; "ok" means ready for :meth:`time`, without times yet.
 

@@ -100,6 +100,10 @@ class Worker:
         self._started = time.monotonic()
 
     @property
+    def is_ended(self) -> bool:
+        return self._ended
+
+    @property
     def pid(self) -> int:
         return self._process.pid
 

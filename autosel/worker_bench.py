@@ -26,6 +26,7 @@ from autosel.trial import Bench, blank_row
 from autosel.tune_types import Observer, SweepSettings
 from autosel.worker import Worker, WorkerDiedError
 from autosel.worker_beat import NOBODY
+from autosel.worker_compile import CompilePool, compiles_ahead
 from autosel.worker_limits import StepLimits
 from autosel.worker_wire import (
     Attempt,
@@ -90,6 +91,8 @@ class WorkerBench:
         self._deaths = 0
         self._cases = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._cases_saved = False
+        self._pool: CompilePool | None = None
+        self._compile_ms: dict[tuple[Candidate, int], float] = {}
         self._unsendable: dict[str, str] = {}
         #: The step that ran last.
         self.step = ""
@@ -111,6 +114,25 @@ class WorkerBench:
             self._ask(Load(), "load")
             self._loaded = self._cases_saved = True
 
+    def compile_ahead(self, backend: Backend, points: Sequence[Params], num_tokens: int) -> None:
+        """Compile several settings' kernels at once, where the backend can do so ahead of time."""
+        if len(points) < 2 or not compiles_ahead(backend):
+            return
+        data = None
+        if backend in registry.registered():
+            try:
+                data = pack_backend(backend)
+            except AutoselError:
+                return
+        if self._pool is None:
+            self._pool = CompilePool(self._limits, self._cases)
+        self._observer.step("compile", num_tokens, Candidate.of(backend.name))
+        args = (backend.name, data, self._problem, self._device)
+        took = self._pool.compile(*args, points, num_tokens)
+        for params, ms in zip(points, took, strict=True):
+            if ms is not None:
+                self._compile_ms[self.candidate(backend, params), num_tokens] = ms
+
     def attempt(self, candidate: Candidate, num_tokens: int) -> Measurement:
         """Pack, call once and verify; "ok" means ready for :meth:`time`, without times yet."""
         self.load()
@@ -126,6 +148,9 @@ class WorkerBench:
             return self.row(candidate, num_tokens, death.status, self._reason(candidate, death))
         self._after(done)
         row: Measurement = done.value
+        ahead = self._compile_ms.pop((candidate, num_tokens), None)
+        if ahead is not None and row.first_call_ms is not None:
+            row = replace(row, first_call_ms=row.first_call_ms + ahead)
         return row
 
     def prove(self, row: Measurement) -> Measurement:
@@ -181,6 +206,8 @@ class WorkerBench:
         workers, self._worker, self._spare = (self._worker, self._spare), None, None
         self._loaded = False
         try:
+            if self._pool is not None:
+                self._pool.close()
             for worker in workers:
                 if worker is not None:
                     worker.end()

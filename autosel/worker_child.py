@@ -33,6 +33,7 @@ from autosel.tune_types import Observer
 from autosel.worker_beat import NOBODY, Beat
 from autosel.worker_wire import (
     Attempt,
+    Compile,
     Done,
     Job,
     Load,
@@ -154,6 +155,9 @@ class _Server:
     def _do(self, job: Job) -> object:
         if isinstance(job, Setup):
             return self._prepare(job)
+        if isinstance(job, Compile):
+            backend = load(job.data) if job.data else registry.get(job.backend)
+            return backend.compile_ahead(job.problem, job.params, job.num_tokens, job.device)
         if isinstance(job, Load):
             self._bench.load()
             return None

@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from autosel.core import Candidate, Device, Measurement, Params
+from autosel.core import Candidate, Device, Measurement, Params, Problem
 from autosel.errors import AutoselError
 from autosel.failures import one_line
 from autosel.interfaces import Backend
@@ -54,6 +54,18 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
+class Compile:
+    """Compile one candidate's kernels, in a helper that has no weights and touches no device."""
+
+    backend: str
+    data: bytes | None
+    problem: Problem
+    params: Params
+    num_tokens: int
+    device: Device
+
+
+@dataclass(frozen=True, slots=True)
 class Attempt:
     """Pack, call and verify one candidate."""
 
@@ -78,7 +90,7 @@ class Time:
     num_tokens: int
 
 
-Job = Setup | Load | Attempt | Prove | Time
+Job = Setup | Compile | Load | Attempt | Prove | Time
 
 # messages, worker to parent ---------------------------------------------------------------------
 

@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import quarantine, residency, tune
+from autosel import quarantine, residency, trial, tune
 from autosel.core import (
     Candidate,
     CanonicalExperts,
+    Certificate,
     Decision,
     Device,
+    Level,
     Measurement,
     Params,
     Problem,
@@ -48,6 +50,17 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _quick_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The full set takes longer than all that is asked here; tests/test_proofs.py runs it."""
+    certify = trial.certify
+
+    def quickly(*args: Any, level: Level, **kwargs: Any) -> Certificate:
+        return replace(certify(*args, level="quick", **kwargs), level=level)
+
+    monkeypatch.setattr(trial, "certify", quickly)
 
 
 def run(

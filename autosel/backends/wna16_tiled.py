@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from autosel import triton_offline
 from autosel.activations import constants
 from autosel.backends import _package, _rules
 from autosel.core import Device, Params, Problem, Reason, Routing, Support
+from autosel.dtypes import torch_dtype
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
 from autosel.layouts.wna16_tiled import Sizes, Wna16Tiled
 
@@ -106,6 +108,22 @@ class Wna16TiledBackend(Backend):
 
         return Space(start, wna16_space.choices(layer, start), constraint)
 
+    def compile_ahead(
+        self, problem: Problem, params: Params, num_tokens: int, device: Device
+    ) -> None:
+        from autosel.kernels.wna16_moe import layer_launches
+        from autosel.kernels.wna16_space import starting_params
+
+        layer = _meta_layer(problem, device)
+        dtype = torch_dtype(problem.act_dtype)
+        x = torch.empty((num_tokens, layer.hidden), dtype=dtype, device="meta")
+        ids = torch.empty((num_tokens, problem.top_k), dtype=torch.int32, device="meta")
+        weights = torch.empty(ids.shape, dtype=torch.float32, device="meta")
+        settings: dict[str, Any] = {**starting_params(layer, num_tokens), **params}
+        triton_offline.compile_for(device)
+        for launch in layer_launches(layer, x, ids, weights, x, settings):
+            launch.kernel.warmup(*launch.signature(), grid=(1,), **launch.options)
+
     def run(
         self,
         packed: PackedExperts,
@@ -134,8 +152,16 @@ class Wna16TiledBackend(Backend):
 
 
 def _meta_layer(problem: Problem, device: Device) -> TiledLayer:
-    """The layer without its weights: enough for spaces and constraints."""
-    names = ["w13", "w2"] + (["b13", "b2"] if problem.has_bias else [])
-    tensors = {name: torch.empty(0, device="meta") for name in names}
+    """The layer without its weights: enough for spaces, constraints and compilation."""
+    types = {"w13": torch.int32, "w2": torch.int32, "s13": torch.int32, "s2": torch.int32}
+    for name, scheme in (("13", problem.w13), ("2", problem.w2)):
+        if not scheme.symmetric:
+            types[f"z{name}"] = torch.int32
+        if problem.has_bias:
+            types[f"b{name}"] = torch.float32
+    tensors = {name: torch.empty(0, dtype=dtype, device="meta") for name, dtype in types.items()}
+    if problem.w13.has_g_idx:
+        order = (problem.num_local_experts, problem.hidden_size)
+        tensors["x_order"] = torch.empty(order, dtype=torch.int32, device="meta")
     asm = device.kind == "cuda"
     return _layer(problem, tensors, Sizes.of(problem), device.capability or (0, 0), asm)

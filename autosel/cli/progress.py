@@ -20,6 +20,7 @@ from autosel.words import settled_text
 _DOING = {
     "load": "reading weights",
     "pack": "packing",
+    "compile": "compiling ahead for",
     "first call": "first call of",
     "verify": "verifying",
     "prove": "proving",
