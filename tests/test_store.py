@@ -1002,6 +1002,67 @@ def test_fifty_hard_kills_lose_nothing_that_was_committed(tmp_path):
     assert integrity(path) == "ok"
 
 
+CROWD = """
+    import random
+    random.seed(11)
+    def writer(name, log):
+        with Store.open(path, strict=True) as store:
+            sweep = store.begin_sweep(measured().device, label=name)
+            for n in range(1, 10**6):
+                pair = [measured(num_tokens=2 * n + i, candidate=Candidate.of(name)) for i in (0, 1)]
+                store.add_measurements(pair, sweep)
+                os.write(log, f"{name} {n}\\n".encode())
+    running, started = {}, 0
+    log = os.open(path + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    end = time.monotonic() + 12
+    while time.monotonic() < end:
+        while len(running) < 32:
+            started += 1
+            name = f"w{started}"
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    writer(name, log)
+                finally:
+                    os._exit(1)
+            running[pid] = name
+        time.sleep(random.uniform(0.02, 0.2))
+        victim = random.choice(list(running))
+        os.kill(victim, 9)
+        os.waitpid(victim, 0)
+        del running[victim]
+    for pid in running:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+    print(started)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_thirty_two_writers_with_random_kills_lose_nothing_that_was_committed(tmp_path):
+    path = tmp_path / "autosel.db"
+    run = child(CROWD, path)
+    out, err = run.communicate()
+    assert run.returncode == 0, err
+    assert "Error" not in err
+    assert int(out) > 50  # many were killed and replaced
+    lines = Path(f"{path}.log").read_text().splitlines()
+    committed = [(who, int(n)) for who, n in (line.split() for line in lines)]
+    assert len({who for who, _ in committed}) >= 20
+    assert integrity(path) == "ok"
+    with Store.open(path, strict=True) as store:
+        rows = store.measurements(history=True)
+        sweeps = store.sweeps()
+    found = {(m.candidate.backend, m.num_tokens) for m in rows}
+    assert len(found) == len(rows)
+    for who, n in committed:
+        assert {(who, 2 * n), (who, 2 * n + 1)} <= found
+    assert all((who, tokens ^ 1) in found for who, tokens in found)
+    assert len({sweep.uid for sweep in sweeps}) == len(sweeps)
+
+
 def test_a_kill_between_begin_and_commit_leaves_nothing(tmp_path):
     path = tmp_path / "autosel.db"
     with Store.open(path) as store:
