@@ -39,6 +39,7 @@ class Evidence:
     newest    when the newest of it was stored (UTC, ISO 8601); empty where that is not known
     sweeps    the tuning runs that measured some of it, oldest first
     certificates  what was proven about the candidates, where that was kept
+    command   what made it, where that was not `autosel sweep`
     target    the words that name the layer on a command line; empty where they are not known
     figures   for a published table, which has no samples: what its numbers are. Its times are
               drawn, and nothing is claimed about their noise.
@@ -58,6 +59,7 @@ class Evidence:
     certificates: tuple[Certificate, ...] = ()
     figures: str = ""
     target: str = ""
+    command: str = ""
 
     @property
     def correct(self) -> tuple[Measurement, ...]:

@@ -248,6 +248,8 @@ def _elsewhere(one: Evidence, d: Decision) -> str:
 
 
 def _check(one: Evidence, batch: int, place: str) -> tuple[str, ...]:
+    if one.command:
+        return (one.command,)
     target = one.target or "CHECKPOINT"
     db = f" --db {shlex.quote(printable(place))}" if place else ""
     routing = "" if one.routing == "uniform" else f" --routing {shlex.quote(one.routing)}"
@@ -412,7 +414,10 @@ def _environment(device: Device, number: int) -> Table:
 
 def _commands(found: Sequence[Evidence], place: str) -> Iterable[str]:
     """Commands that make these measurements again, on the machine they were made on."""
+    yield from dict.fromkeys(one.command for one in found if one.command)
     for one in found:
+        if one.command:
+            continue
         counts = ",".join(map(str, one.token_counts)) or "1,16"
         target = one.target or f"CHECKPOINT  # {printable(one.label)}"
         routing = "" if one.routing == "uniform" else f" --routing {shlex.quote(one.routing)}"
@@ -424,7 +429,7 @@ def _commands(found: Sequence[Evidence], place: str) -> Iterable[str]:
 
 
 def _notes(found: Sequence[Evidence]) -> Iterable[str]:
-    if any(not one.target for one in found):
+    if any(not one.target and not one.command for one in found):
         yield "CHECKPOINT stands for the model's folder."
     if any(one.figures for one in found):
         yield "Some of this comes from published tables without samples: no intervals there."

@@ -44,12 +44,14 @@ def write_report(
     baseline: str | None = None,
     place: str = "",
     figures: bool = True,
+    made: str = "",
 ) -> Path:
     """Write the report of ``found`` to ``path`` (.html); it appears whole or not at all.
 
     batch     tokens that the summary speaks of
     baseline  backend that the speed-up figure compares with; vLLM's choice when left out
     place     the database or pack that it is about, for the printed commands
+    made      when it was made, as it is shown; now when left out
 
     Raises AutoselError in one line where there is nothing to report or no place to write to.
     """
@@ -59,7 +61,9 @@ def write_report(
     if not target.absolute().parent.is_dir():
         parent = target.absolute().parent
         raise AutoselError(field_error(str(target), "folder", "nothing", f"a folder {parent}"))
-    text = page(found, title=title, batch=batch, baseline=baseline, place=place, figures=figures)
+    text = page(
+        found, title=title, batch=batch, baseline=baseline, place=place, figures=figures, made=made
+    )
     with atomic_file(target) as partial:
         partial.write_text(text, encoding="utf-8")
     return target
@@ -73,11 +77,12 @@ def page(
     baseline: str | None = None,
     place: str = "",
     figures: bool = True,
+    made: str = "",
 ) -> str:
     """The whole page as text; see :func:`write_report`."""
     if not any(one.outcomes for one in found):
         raise AutoselError(field_error("report", "layers measured", "none", "a sweep first"))
-    made = f"Made {datetime.now(UTC).strftime('%Y-%m-%d %H:%M')} UTC by autosel"
+    made = made or f"Made {datetime.now(UTC).strftime('%Y-%m-%d %H:%M')} UTC by autosel"
     data = report_data(found, title=title, made=made, batch=batch, place=place)
     drawn: dict[str, list[Any]] = {}
     for layer, svg in _figures(found, batch, baseline) if figures else ():

@@ -89,7 +89,11 @@ def h200_evidence(path: Path, systems: Iterable[str] = SYSTEMS) -> list[Evidence
         )  # fmt: skip
 
     figures = "median of CUDA graph replays, each with another routing and copy of the weights"
-    return _by_layer(path, lambda row: row["model"], one, figures)
+    command = (
+        "PEER_DIR=... PEER_SO=... python -m bench.kernels --csv kernels.csv "
+        "--params results/nvidia-h200/kernel_params.csv --replays 5"
+    )
+    return _by_layer(path, lambda row: row["model"], one, figures, command)
 
 
 def epyc_evidence(path: Path) -> list[Evidence]:
@@ -107,7 +111,8 @@ def epyc_evidence(path: Path) -> list[Evidence]:
         "B": "B: 32 experts top-8, 2048x768",
     }
     figures = "20% quantile of undisturbed samples, cold caches"
-    return _by_layer(path, lambda row: words[row["shape"]], one, figures)
+    command = "python bench/cpu.py --shapes A,B --cache cold -o cpu.csv"
+    return _by_layer(path, lambda row: words[row["shape"]], one, figures, command)
 
 
 def _measurement(
@@ -125,6 +130,7 @@ def _by_layer(
     label: Callable[[dict[str, str]], str],
     one: Callable[[dict[str, str]], Measurement | None],
     figures: str,
+    command: str,
 ) -> list[Evidence]:
     found: dict[str, list[Measurement]] = {}
     with path.open(encoding="utf-8", newline="") as file:
@@ -132,10 +138,10 @@ def _by_layer(
             m = one(row)
             if m is not None:
                 found.setdefault(label(row), []).append(m)
-    return [_evidence(name, measurements, figures) for name, measurements in found.items()]
+    return [_evidence(name, rows, figures, command) for name, rows in found.items()]
 
 
-def _evidence(label: str, measurements: list[Measurement], figures: str) -> Evidence:
+def _evidence(label: str, measurements: list[Measurement], figures: str, command: str) -> Evidence:
     first = measurements[0]
     decisions = []
     for bucket in buckets({m.num_tokens for m in measurements}):
@@ -144,7 +150,7 @@ def _evidence(label: str, measurements: list[Measurement], figures: str) -> Evid
         decisions += [decision] if decision else []
     return Evidence(
         label, first.problem, first.device, "uniform", (("cache", "cold"),), tuple(measurements),
-        tuple(decisions), newest=DAY, figures=figures,
+        tuple(decisions), newest=DAY, figures=figures, command=command,
     )  # fmt: skip
 
 

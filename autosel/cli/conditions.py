@@ -71,7 +71,7 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     click.option(
         "--histogram", metavar="FILE|PRESET",
-        help="What if: calls by tokens are these, as for `autosel plan` (budget 1.0x unless given).",
+        help="What if: calls by tokens are these, as for `autosel plan` (budget 1.0x if none).",
     ),
     click.option(
         "--why-not", type=names, metavar="NAME,NAME,...", default=(),

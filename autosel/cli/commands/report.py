@@ -73,8 +73,8 @@ def command(
     if source is not None:
         from autosel.evidence_files import read
 
-        if targets or stored_device or db:
-            raise click.UsageError("--from: a file is reported on whole; leave out the rest")
+        if targets or stored_device:
+            raise click.UsageError("--from: a file is reported on whole; leave out names and --stored-device")
         found, place = read(source, timing=timing), source
     else:
         found, place = gather_named(

@@ -1,0 +1,137 @@
+"""Makes ``results/`` browsable: ``python -m bench.results_index``.
+
+For each folder in ``results/``: ``plots/*.svg`` and ``report.html`` from everything that was
+measured there, and one ``results/index.html`` over all. A folder may hold databases (``*.db``),
+decision packs and exports (``*.json``, also in ``packs/``), and the tables that
+:mod:`bench.results_data` knows by name; what cannot be read stops the script with one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup
+
+import autosel
+from autosel import evidence_files, figures, plots
+from autosel.errors import AutoselError
+from autosel.evidence import Evidence
+from autosel.report_data import Verdict, report_data
+from autosel.report_page import write_report
+from bench import results_data
+
+#: Tables without samples, by file name.
+TABLES: Mapping[str, Callable[[Path], list[Evidence]]] = {
+    "kernels.csv": results_data.h200_evidence,
+    "cpu.csv": results_data.epyc_evidence,
+}
+SUMMARY_KINDS = ("speedup", "crossover")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure's file in ``plots/`` and what it shows, in words."""
+
+    file: str
+    words: str
+
+
+@dataclass(frozen=True)
+class DevicePage:
+    """What the index says about one folder."""
+
+    folder: str
+    name: str
+    overall: str
+    verdicts: tuple[Verdict, ...]
+    figures: tuple[Drawn, ...]
+    files: tuple[str, ...]
+
+
+def gather(folder: Path) -> list[Evidence]:
+    """Everything measured in ``folder``; tables of which a database has the layer come last."""
+    found: list[Evidence] = []
+    for path in sorted(
+        [*folder.glob("*.db"), *folder.glob("*.json"), *folder.glob("packs/*.json")]
+    ):
+        found += evidence_files.read(path)
+    for name, read in TABLES.items():
+        if (folder / name).is_file():
+            found += read(folder / name)
+    return found
+
+
+def make_device(folder: Path) -> DevicePage | None:
+    """Draw and write one folder; None where nothing in it was measured."""
+    found = gather(folder)
+    if not found:
+        return None
+    places = folder / "plots"
+    places.mkdir(exist_ok=True)
+    for old in places.glob("*.svg"):
+        old.unlink()
+    drawn = []
+    jobs: list[tuple[str, str, Sequence[Evidence]]] = [(k, k, found) for k in SUMMARY_KINDS]
+    jobs += [(f"latency-{_file_name(one.label)}", "latency", [one]) for one in found]
+    for name, kind, shown in jobs:
+        options = plots.Options()
+        try:
+            figures.write(kind, shown, places / f"{name}.svg", options)
+        except AutoselError as error:
+            print(f"{folder.name}: no figure {name}: {error}", file=sys.stderr)
+            continue
+        words = plots.kind(kind).describe(plots.kind(kind).table(shown, options))
+        drawn.append(Drawn(f"{name}.svg", words))
+    device = found[0].device.name
+    made = f"Made from the files in results/{folder.name} by autosel {autosel.__version__}"
+    write_report(found, folder / "report.html", title=f"Measured on {device}", made=made)
+    data = report_data(found, title="", made="")
+    files = [
+        str(path.relative_to(folder))
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.parent != places and path.name != "report.html"
+    ]
+    return DevicePage(folder.name, device, data.overall, data.verdicts, tuple(drawn), tuple(files))
+
+
+def _file_name(label: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:60] or "layer"
+
+
+def make_index(root: Path) -> Path:
+    """Everything under ``root``; returns the index's file."""
+    devices = [make_device(folder) for folder in sorted(root.iterdir()) if folder.is_dir()]
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(
+        Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+    )
+    css = Path(autosel.__file__).parent / "templates" / "report.css"
+    text = template.render(
+        devices=[page for page in devices if page is not None],
+        css=Markup(css.read_text(encoding="utf-8")),
+    )
+    target = root / "index.html"
+    target.write_text(text + "\n", encoding="utf-8")
+    return target
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, prog="python -m bench.results_index")
+    parser.add_argument("root", nargs="?", type=Path, default=results_data.RESULTS)
+    options = parser.parse_args(argv)
+    try:
+        print(f"wrote {make_index(options.root)}")
+    except AutoselError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
