@@ -23,6 +23,8 @@ from autosel.device import detect
 from autosel.errors import CheckpointError, ConfigError, field_error
 from autosel.explanation import Explanation
 from autosel.explanation import explain as _explain
+from autosel.ranks import Ranks
+from autosel.ranks_sweep import sweep_together
 from autosel.sources import CheckpointSource, RandomSource, WeightSource
 from autosel.store import Store
 from autosel.tiers import open_tiers
@@ -79,6 +81,7 @@ def sweep(
     db: Database = None,
     observer: Observer | None = None,
     settings: SweepSettings | None = None,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> SweepResult:
     """Pack, verify and time every backend that can run the layer here; store it all and decide.
@@ -87,6 +90,8 @@ def sweep(
     require   properties that winners must be certified for (:data:`autosel.core.PROPERTIES`)
     db        database file or open Store (default: the user's; see :meth:`Store.open`)
     settings  everything else there is to choose; the arguments above override it
+    ranks     of a torch.distributed group (:class:`autosel.ranks.Ranks`), all of which call this:
+              the first one tunes, and every rank gets the decisions that all of them can run
     options   of :func:`source`
 
     Interrupted, it goes on where it stopped when called again.
@@ -105,6 +110,12 @@ def sweep(
         given["require"] = tuple(require)
     chosen = replace(chosen, **given)
     weights = source(target, layer=layer, **options)
+    if ranks is not None:
+        # Only the leader's database counts; another rank's may be anything.
+        with _store(db if ranks.is_leader else ":memory:") as store:
+            return sweep_together(
+                weights, chosen, ranks=ranks, device=device, store=store, observer=observer
+            )
     with _store(db) as store:
         return _sweep(weights, chosen, device=device, store=store, observer=observer)
 
@@ -183,6 +194,47 @@ def plan(
         if keep:
             planning.keep(store, made)
     return made
+
+
+def pack(
+    target: str | Path,
+    path: str | Path = "autosel-pack.json",
+    *,
+    samples: bool = False,
+    allow_a8: bool = False,
+    sign: str | Path | None = None,
+    device: Device | None = None,
+    db: Database = None,
+    **options: Any,
+) -> Path:
+    """Write what is decided for a model as a decision pack; returns the file.
+
+    samples   keep raw samples, so that readers can decide again
+    allow_a8  may winners quantise activations to 8 bits
+    sign      private Ed25519 key (PEM file) to sign with
+    device    whose results (default: this machine's)
+    options   checkpoint: ``tp_size``, ``act_dtype``; preset: those of :func:`autosel.presets.get`
+
+    Raises PackError when nothing is decided for any of the layers.
+    """
+    from autosel.packs import content, models, signing
+    from autosel.packs.build import build
+
+    if Path(target).is_dir():
+        about = models.of_checkpoint(target, **options)
+    else:
+        about = models.of_preset(str(target), presets.get(str(target), **options))
+    with _store(db) as store:
+        made = build(
+            store,
+            about,
+            device=device or detect(),
+            allow_a8=allow_a8,
+            with_samples=samples,
+            command=f"autosel.pack({about.name!r})",
+        )
+    content.write(made if sign is None else signing.sign(made, sign), path)
+    return Path(path)
 
 
 def plot(

@@ -41,6 +41,7 @@ from autosel.records import (
     rejected_dict,
     rejected_from_dict,
 )
+from autosel.requirements import Required
 from autosel.roofline import Ceilings
 from autosel.sources import WeightSource
 from autosel.store import Store
@@ -73,12 +74,14 @@ def sweep_together(
     here = device or detect()
     meet(ranks, source.problem)
 
-    def lead() -> dict[str, Any]:
-        return _result_dict(
-            sweep(source, chosen, device=here, store=store, observer=observer, timer=timer)
-        )
+    own: list[SweepResult] = []  # the leader's, with certificates and cuts
 
-    result = _result(ranks.lead(lead))
+    def lead() -> dict[str, Any]:
+        own.append(sweep(source, chosen, device=here, store=store, observer=observer, timer=timer))
+        return _result_dict(own[0])
+
+    told = _result(ranks.lead(lead))
+    result = replace(own[0], outcomes=told.outcomes) if own else told
     vetoes: Vetoes = defaultdict(dict)
     trial = _Trial(source, chosen, here, result, timer)
     try:
@@ -192,7 +195,10 @@ def _without(
         rank, status, reason = gone[m.candidate]
         return Reason("ranks", f"rank {rank}: {status}: {reason}", "all ranks to run it")
 
-    found = decide(rows, bucket=outcome.bucket, allow_a8=settings.allow_a8, require=[on_all_ranks])
+    certificates = [m.certificate for m in measurements if m.certificate is not None]
+    certified = Required.of(settings.require, certificates)
+    conditions = [on_all_ranks, certified]
+    found = decide(rows, bucket=outcome.bucket, allow_a8=settings.allow_a8, require=conditions)
     return replace(found, rejected=tuple(_marked(item, gone) for item in found.rejected))
 
 

@@ -1009,7 +1009,8 @@ CROWD = """
         with Store.open(path, strict=True) as store:
             sweep = store.begin_sweep(measured().device, label=name)
             for n in range(1, 10**6):
-                pair = [measured(num_tokens=2 * n + i, candidate=Candidate.of(name)) for i in (0, 1)]
+                who = Candidate.of(name)
+                pair = [measured(num_tokens=2 * n + i, candidate=who) for i in (0, 1)]
                 store.add_measurements(pair, sweep)
                 os.write(log, f"{name} {n}\\n".encode())
     running, started = {}, 0
