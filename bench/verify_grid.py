@@ -18,6 +18,7 @@ from autosel.sources import RandomSource
 
 BACKENDS = (
     "marlin", "batched_marlin", "humming", "triton", "emulation", "marlin_int8", "moe_wna16",
+    "batched_humming",
 )  # fmt: skip
 GROUPS = (32, 64, 128, -1)
 DTYPES = ("bfloat16", "float16")

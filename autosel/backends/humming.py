@@ -18,6 +18,7 @@ import torch
 
 from autosel.align import expert_ranks
 from autosel.backends import _package, _rules
+from autosel.backends._batches import fill
 from autosel.backends._steps import activate_into, reduce_into, slot_rows
 from autosel.backends._vllm_align import align
 from autosel.backends.marlin import Workspaces
@@ -30,6 +31,7 @@ from autosel.layouts.humming import Humming as HummingLayout
 from autosel.layouts.marlin import Marlin as MarlinLayout
 
 KINDS = ("indexed", "grouped_contiguous")
+MASKED = "grouped_masked"
 GROUP_SIZES = (16, 32, 64, 128)
 ROWS_FACTORS = (1.0, 0.25, 0.5, 2.0, 4.0)
 _DISTRIBUTION = "humming-kernels"
@@ -59,6 +61,7 @@ class Humming(Backend):
     name: ClassVar[str] = "humming"
     summary: ClassVar[str] = "just-in-time compiled kernels of humming-kernels"
     distributions: ClassVar[tuple[str, ...]] = (_DISTRIBUTION,)
+    kinds: ClassVar[tuple[str, ...]] = KINDS
 
     def available(self, device: Device) -> Support:
         needs = Requirements()
@@ -92,8 +95,8 @@ class Humming(Backend):
 
     def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
         return Space(
-            default={"kind": KINDS[0], "rows_factor": 1.0},
-            choices={"kind": KINDS, "rows_factor": ROWS_FACTORS},
+            default={"kind": self.kinds[0], "rows_factor": 1.0},
+            choices={"kind": self.kinds, "rows_factor": ROWS_FACTORS},
         )
 
     def run(
@@ -104,17 +107,15 @@ class Humming(Backend):
         params: Params,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        kind = str(params.get("kind", KINDS[0]))
-        if kind not in KINDS:
-            raise UnsupportedError(field_error("humming", "kind", kind, " or ".join(KINDS)))
+        kind = str(params.get("kind", self.kinds[0]))
+        if kind not in self.kinds:
+            raise UnsupportedError(field_error(self.name, "kind", kind, " or ".join(self.kinds)))
         problem = packed.problem
         share = -(-x.shape[0] * problem.top_k * problem.num_local_experts // problem.num_experts)
         rows = max(1, round(share * float(str(params.get("rows_factor", 1.0)))))
         plans = tuple(gemm_plan(problem, name, kind, rows, str(x.device)) for name in ("w13", "w2"))
         try:
-            if kind == "indexed":
-                return _indexed(packed, x, routing, plans, share, out)
-            return _grouped(packed, x, routing, plans, share, out)
+            return _RUN[kind](packed, x, routing, plans, share, out)
         except Exception:
             LOCKS.renew(x.device)
             raise
@@ -187,12 +188,11 @@ def layer_config(problem: Problem, name: str, device: str) -> Any:
 
 
 def _buffers(
-    packed: PackedExperts, x: torch.Tensor, top_k: int
+    packed: PackedExperts, x: torch.Tensor, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    problem, slots = packed.problem, x.shape[0] * top_k
-    inner = problem.intermediate_size
+    problem, inner = packed.problem, packed.problem.intermediate_size
     widths = (problem.num_shards * inner, inner, x.shape[1])
-    h, a, y = (torch.empty((slots, w), dtype=x.dtype, device=x.device) for w in widths)
+    h, a, y = (torch.empty((rows, w), dtype=x.dtype, device=x.device) for w in widths)
     return h, a, y
 
 
@@ -224,7 +224,7 @@ def _indexed(
     out: torch.Tensor,
 ) -> torch.Tensor:
     problem, ids = packed.problem, routing.topk_ids
-    h, a, y = _buffers(packed, x, problem.top_k)
+    h, a, y = _buffers(packed, x, ids.numel())
     first, second = plans
     blocks = align(ids, problem.num_local_experts, first.block)
     inputs, per_row, order = x, problem.top_k, packed.tensors.get("w13_order")
@@ -268,9 +268,32 @@ def _grouped(
     target = torch.where(place >= 0, place, slots).flatten()
     permuted = torch.empty((slots + 1, x.shape[1]), dtype=x.dtype, device=x.device)
     permuted[target] = slot_rows(x, ids, packed.tensors.get("w13_order"))
-    h, a, y = _buffers(packed, x, top_k)
+    h, a, y = _buffers(packed, x, slots)
     first, second = plans
     _forward(packed, first, permuted[:-1], h, expert_layout=offsets, valid_shape_m=share)
     activate_into(a, h, problem.activation)
     _forward(packed, second, a, y, expert_layout=offsets, valid_shape_m=share)
     return reduce_into(out, y, ids, experts, routing.topk_weights, place.to(torch.int32))
+
+
+def _masked(
+    packed: PackedExperts,
+    x: torch.Tensor,
+    routing: Routing,
+    plans: tuple[GemmPlan, ...],
+    share: int,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Rows past an expert's count are neither read by the GEMMs nor by the sum."""
+    problem, ids = packed.problem, routing.topk_ids
+    experts = problem.num_local_experts
+    batch = fill(x, ids, experts, packed.tensors.get("w13_order"))
+    h, a, y = _buffers(packed, x, experts * batch.length)
+    first, second = plans
+    _forward(packed, first, batch.inputs, h, expert_layout=batch.counts, valid_shape_m=share)
+    activate_into(a, h, problem.activation)
+    _forward(packed, second, a, y, expert_layout=batch.counts, valid_shape_m=share)
+    return reduce_into(out, y, ids, experts, routing.topk_weights, batch.rows)
+
+
+_RUN = {"indexed": _indexed, "grouped_contiguous": _grouped, MASKED: _masked}

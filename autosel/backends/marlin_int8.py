@@ -32,7 +32,7 @@ class MarlinInt8(Marlin):
         op = _vllm_ops.find("_moe_C", "moe_wna16_marlin_gemm") if found else None
         if op is not None:
             there = "a_scales" in _vllm_ops.arguments(op)
-            needs.need(there, "operator's argument a_scales", "missing", "a release of vllm that has it")
+            needs.need(there, "operator's argument a_scales", "missing", "a newer vllm")
         return Support(found.reasons + needs.support.reasons)
 
     def supports(self, problem: Problem, device: Device) -> Support:

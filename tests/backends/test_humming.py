@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from autosel.backends import humming
-from autosel.backends.humming import Humming
+from autosel.backends.batched_humming import BatchedHumming
+from autosel.backends.humming import MASKED, Humming
 from autosel.core import Device, Problem
 from autosel.errors import UnsupportedError
 from tests.backends import adapters, stub_ops
@@ -21,7 +22,7 @@ from tests.layouts import make, marlin_simulation
 from tests.layouts.humming_simulation import read_gemm
 from tests.layouts.test_humming_layout import CASES
 
-BACKEND = Humming()
+BACKEND, BATCHED = Humming(), BatchedHumming()
 KINDS = ("indexed", "grouped_contiguous")
 calls: list[dict[str, Any]] = []
 
@@ -65,7 +66,7 @@ def get_heuristics_config(
     layer_config, shape_m=None, use_f16_accum=False, use_batch_invariant=False,
     use_m_major_input_scale=False, gemm_type="dense", device=None,
 ):  # fmt: skip
-    assert gemm_type in KINDS
+    assert gemm_type in (*KINDS, MASKED)
     # the two GEMMs of most cases differ in their block, so that both alignments are needed
     first = 16 if layer_config.shape_k % 256 == 0 else 32
     return [[0, 8, {"block_shape": [first, 64, 64]}],
@@ -120,6 +121,16 @@ def humming_forward(
             outputs[ids] = rows_of(int(expert_ids[b]), inputs[ids // top_k])
         return outputs
     assert sorted_ids is None
+    if compute["gemm_type"] == MASKED:
+        assert expert_layout.dtype == torch.int32
+        assert tuple(expert_layout.shape) == (config.experts,)
+        assert inputs.shape[0] % config.experts == 0
+        length = inputs.shape[0] // config.experts
+        for e, count in enumerate(expert_layout.tolist()):
+            part = slice(e * length, e * length + count)
+            if count:
+                outputs[part] = rows_of(e, inputs[part])
+        return outputs
     assert expert_layout.dtype == torch.int64
     offsets = expert_layout.tolist()
     assert len(offsets) == config.experts + 1
@@ -264,3 +275,16 @@ def test_one_packed_copy_with_marlin() -> None:
         check(problem, kind=kind)
     other = make.problem(256, 128, group=64, symmetric=False)
     assert BACKEND.layout(other, {}) != Marlin().layout(other, {})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_batched(case: str) -> None:
+    adapters.check(BATCHED, CASES[case])
+    assert {call["kind"] for call in calls} == {MASKED}
+
+
+def test_batched_slots_served_elsewhere() -> None:
+    check_slots_served_elsewhere(BATCHED)
+    with pytest.raises(UnsupportedError, match="kind"):
+        adapters.check(BATCHED, CASES["plain"], kind="indexed")
+    assert set(BATCHED.space(CASES["plain"], 4, H200).choices["kind"]) == {MASKED}
