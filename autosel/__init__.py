@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autosel.api import explain, open_checkpoint, plan, plot, report, source, sweep
+    from autosel.api import explain, open_checkpoint, pack, plan, plot, report, source, sweep
     from autosel.layer import FusedMoE
     from autosel.layer_loading import load_moe_layers
 
@@ -21,6 +21,7 @@ _MODULES = {
     "explain": "api",
     "load_moe_layers": "layer_loading",
     "open_checkpoint": "api",
+    "pack": "api",
     "plan": "api",
     "plot": "api",
     "report": "api",
@@ -34,6 +35,7 @@ __all__ = [
     "explain",
     "load_moe_layers",
     "open_checkpoint",
+    "pack",
     "plan",
     "plot",
     "report",

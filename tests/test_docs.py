@@ -4,6 +4,8 @@ import importlib
 import pkgutil
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,9 @@ LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)\)")
 
 #: Programs of the shell blocks that other tests cover (scripts, packaging, the suite itself).
 COVERED = {"pip", "scripts/quickstart", "scripts/test", "scripts/check", "python"}
+
+#: Programs that are run as they stand.
+RUN = {"cp", "openssl"}
 
 
 def blocks(page, language):
@@ -84,6 +89,10 @@ def test_commands_run(page, place, short, capsys):
         if program == "autosel":
             assert main(args) == 0, (args, capsys.readouterr().err)
             ran += 1
+        elif program in RUN:
+            if shutil.which(program) is None:
+                pytest.skip(f"{program} is not installed")
+            subprocess.run([program, *args], check=True, capture_output=True)
         else:
             assert program in COVERED, program
     if page == README:

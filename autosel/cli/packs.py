@@ -16,20 +16,11 @@ if TYPE_CHECKING:
 
 def model_of(target: Target) -> Model:
     """What a pack says about a checkpoint or preset."""
-    from autosel.checkpoint import Checkpoint
-    from autosel.packs.build import folder_name, model
+    from autosel.packs.models import of_checkpoint, of_preset
 
-    layers = [(layer.problem, layer.indices) for layer in target.layers]
-    if target.kind != "checkpoint":
-        return model(target.name, target.kind, layers)
-    opened = Checkpoint.open(target.name)
-    return model(
-        folder_name(target.name),
-        target.kind,
-        layers,
-        model_type=opened.model_type,
-        quantization=opened.quantization,
-    )
+    if target.kind == "checkpoint":
+        return of_checkpoint(target.name, [(item.problem, item.indices) for item in target.layers])
+    return of_preset(target.name, target.layers[0].problem)
 
 
 def grades(pack: Pack, here: Device) -> list[tuple[Entry, Graded]]:
