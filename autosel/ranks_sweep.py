@@ -25,7 +25,7 @@ from autosel.core import (
     Rejected,
     Status,
 )
-from autosel.decide import NothingUsable, decide
+from autosel.decide import NothingUsable, Requirement, decide
 from autosel.device import detect
 from autosel.failures import CAUGHT, failed
 from autosel.ranks import Ranks
@@ -197,7 +197,7 @@ def _without(
 
     certificates = [m.certificate for m in measurements if m.certificate is not None]
     certified = Required.of(settings.require, certificates)
-    conditions = [on_all_ranks, certified]
+    conditions: list[Requirement] = [on_all_ranks, certified]
     found = decide(rows, bucket=outcome.bucket, allow_a8=settings.allow_a8, require=conditions)
     return replace(found, rejected=tuple(_marked(item, gone) for item in found.rejected))
 
