@@ -179,6 +179,10 @@ def replay(
     return scores
 
 
+#: 101 / 100 - 1 is a little above 0.01 in floating point.
+_ONE_PERCENT = 0.01 + 1e-9
+
+
 def summary(scores: Sequence[Score], strategy: str) -> dict[str, float]:
     """One strategy over all its cells: regret, samples and time in all, ties and flips."""
     mine = [score for score in scores if score.strategy == strategy]
@@ -188,8 +192,8 @@ def summary(scores: Sequence[Score], strategy: str) -> dict[str, float]:
         "cells": len(mine),
         "regret_mean": float(regrets.mean()),
         "regret_max": float(regrets.max()),
-        "within_1_percent": float((regrets <= 0.01).mean()),
-        "cells_always_within_1_percent": float((worst <= 0.01).mean()),
+        "within_1_percent": float((regrets <= _ONE_PERCENT).mean()),
+        "cells_always_within_1_percent": float((worst <= _ONE_PERCENT).mean()),
         "ties": float(np.mean([tie for score in mine for tie in score.ties])),
         "flips": float(np.mean([score.flips for score in mine])),
         "settled_flips": float(np.mean([score.settled_flips for score in mine])),

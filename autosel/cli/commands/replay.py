@@ -67,7 +67,7 @@ def command(
     every rerun draws whole rounds from the recording. Regret is how much longer the chosen
     candidate takes than the best one, by all recorded samples of both.
     """
-    from autosel.errors import NothingUsableError
+    from autosel.errors import NothingUsableError, field_error
     from autosel.replay import STRATEGIES, fixed_list, replay
     from autosel.replay_tables import cells_from_csv, cells_from_measurements
 
@@ -83,7 +83,10 @@ def command(
             cells = cells_from_measurements(store.measurements())
     cells = [cell for cell in cells if len(cell.candidates) > 1]
     if not cells:
-        raise NothingUsableError("replay: found no two candidates of one cell, expected a cell")
+        where = recording or "database"
+        raise NothingUsableError(
+            field_error(where, "timed candidates of one cell", "at most 1", "2 or more")
+        )
     return _report(cells, replay(cells, chosen, reruns, seed), list(chosen), reruns)
 
 
