@@ -193,9 +193,10 @@ def judge(
                     sum_.common.index_add_(0, tokens, factor.square().squeeze(1) * common)
                     if bool(coming.any()):
                         size = together[first].variances(coming)  # [R, r]
+                        leaning = torch.where(slope < 0, -steep, steep)
                         reach = torch.zeros_like(rows)  # [R, H] variance
                         for place, direction in enumerate(together[first].directions.T):
-                            moved = onto_activation(slope * direction) @ second.weight.T
+                            moved = onto_activation(leaning * direction) @ second.weight.T
                             reach += size[:, place : place + 1] * moved.square()
                         sum_.amplitude.index_add_(0, tokens, factor.abs() * reach.sqrt())
         last = rounding.variance(total)

@@ -18,6 +18,7 @@ from autosel.core import (
     ErrorFigures,
     Limits,
     Params,
+    Problem,
     Routing,
 )
 from autosel.errors import field_error
@@ -182,7 +183,7 @@ def _audited(
         expert_map=used[0][0].expert_map,
         accuracy=accuracy,
         dtype=used[0][0].judged.reference.dtype,
-        shared=_shared(used, accuracy),
+        shared=_shared(used, experts.problem, accuracy),
     )
     if suspect is None:
         return verdict
@@ -199,11 +200,12 @@ def _audited(
 
 
 def _shared(
-    used: Sequence[tuple[Case, torch.Tensor]], accuracy: AccuracyClass
+    used: Sequence[tuple[Case, torch.Tensor]], problem: Problem, accuracy: AccuracyClass
 ) -> torch.Tensor | None:
-    """What outputs have in common: an error of 8 bits in an input, or of float32 in a sum, reaches
-    all of them; sixteen bits round each output by itself."""
-    if accuracy == "exact" and used[0][0].x.dtype != torch.float32:
+    """What outputs have in common: an error of 8 bits in an input, of a router weight on it, or of
+    float32 in a sum reaches all of them; sixteen bits round each output by itself."""
+    alone = accuracy == "exact" and problem.act_dtype != "float32"
+    if alone and not problem.router_weight_on_input:
         return None
     return torch.cat([case.judged.shared[accuracy] for case, _ in used])
 
