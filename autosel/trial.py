@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -59,12 +59,24 @@ def blank_row(
     )
 
 
+@dataclass(slots=True)
+class Known:
+    """What verification found; it holds for every token count, and for a fresh process as well.
+
+    audited  evidence against the most suspicious weight of each layout, by its key
+    """
+
+    verdicts: dict[Candidate, Verdict] = field(default_factory=dict)
+    audited: dict[str, float] = field(default_factory=dict)
+
+
 class Bench:
     """Loads the weights when the first candidate needs them; keeps packed layouts and verdicts.
 
     watch          told whose call comes next while several are timed
     interruptible  a KeyboardInterrupt is the user's and passes through; else whoever raises it did
     cases          where to take the judged inputs from, when something before worked them out
+    known          what earlier benches of the same sweep found out
     """
 
     def __init__(
@@ -79,6 +91,7 @@ class Bench:
         watch: Callable[[Candidate], None] = lambda candidate: None,
         interruptible: bool = True,
         cases: Callable[[Callable[[], JudgedInputs]], JudgedInputs] = lambda make: make(),
+        known: Known | None = None,
     ) -> None:
         self._source = source
         self._settings = settings
@@ -94,8 +107,7 @@ class Bench:
         )
         self._layouts: dict[Candidate, Layout] = {}
         self._backends: dict[str, Backend] = {}
-        self._verdicts: dict[Candidate, Verdict] = {}
-        self._audited: dict[Layout, float] = {}
+        self.known = known or Known()
         #: The step that ran last, and the one to blame for what failed in it.
         self.step = ""
         #: Why the process that this runs in cannot be trusted any more; "" while it can.
@@ -188,8 +200,9 @@ class Bench:
             verdict = call.verdict()
             row = replace(row, errors=verdict.errors)
             if verdict:
-                self._begin("verify", num_tokens, candidate)
-                is_new = candidate not in self._verdicts
+                is_new = candidate not in self.known.verdicts
+                if is_new:
+                    self._begin("verify", num_tokens, candidate)
                 verdict = self._verified(backend, packed, candidate, layout)
                 if is_new and verdict.status != "oom":
                     row = replace(row, certificate=self._certified(row, packed, "quick"))
@@ -214,8 +227,8 @@ class Bench:
 
         The audit of single weights is one more pass over all of them: once a layout.
         """
-        if candidate not in self._verdicts:
-            audited = layout in self._audited
+        if candidate not in self.known.verdicts:
+            audited = layout.key in self.known.audited
             verdict = verify_candidate(
                 backend,
                 packed,
@@ -226,11 +239,11 @@ class Bench:
             if verdict.status == "oom":  # perhaps only now
                 return verdict
             if verdict.audit_score is not None and verdict:
-                self._audited[layout] = verdict.audit_score
+                self.known.audited[layout.key] = verdict.audit_score
             elif verdict:
-                verdict = replace(verdict, audit_score=self._audited.get(layout))
-            self._verdicts[candidate] = verdict
-        return self._verdicts[candidate]
+                verdict = replace(verdict, audit_score=self.known.audited.get(layout.key))
+            self.known.verdicts[candidate] = verdict
+        return self.known.verdicts[candidate]
 
     def prove(self, row: Measurement) -> Measurement:
         """Judge a candidate that is to be chosen on the full set; its row with the certificate.
@@ -263,7 +276,7 @@ class Bench:
             self._suite,
             device=self._device,
             level=level,
-            verified=self._verdicts[row.candidate],
+            verified=self.known.verdicts[row.candidate],
         )
 
     def time(

@@ -22,7 +22,7 @@ from autosel.interfaces import Backend
 from autosel.process_state import ProcessState
 from autosel.sources import WeightSource
 from autosel.timing import Timer, TimingSettings
-from autosel.trial import Bench, blank_row
+from autosel.trial import Bench, Known, blank_row
 from autosel.tune_types import Observer, SweepSettings
 from autosel.worker import Worker, WorkerDiedError
 from autosel.worker_beat import NOBODY
@@ -30,6 +30,7 @@ from autosel.worker_compile import CompilePool, compiles_ahead
 from autosel.worker_limits import StepLimits
 from autosel.worker_wire import (
     Attempt,
+    Attempted,
     Done,
     Job,
     Load,
@@ -93,6 +94,7 @@ class WorkerBench:
         self._cases_saved = False
         self._pool: CompilePool | None = None
         self._compile_ms: dict[tuple[Candidate, int], float] = {}
+        self._known = Known()
         self._unsendable: dict[str, str] = {}
         #: The step that ran last.
         self.step = ""
@@ -147,7 +149,10 @@ class WorkerBench:
             self._bury()
             return self.row(candidate, num_tokens, death.status, self._reason(candidate, death))
         self._after(done)
-        row: Measurement = done.value
+        attempted: Attempted = done.value
+        row = attempted.row
+        self._known.verdicts |= attempted.known.verdicts
+        self._known.audited |= attempted.known.audited
         ahead = self._compile_ms.pop((candidate, num_tokens), None)
         if ahead is not None and row.first_call_ms is not None:
             row = replace(row, first_call_ms=row.first_call_ms + ahead)
@@ -232,6 +237,7 @@ class WorkerBench:
             state=ProcessState.now(to_send=True),
             backends=self._registered(),
             cases_saved=self._cases_saved,
+            known=self._known,
         )
         refused: dict[str, str] = self._ask(setup, "start").value
         self._unsendable |= refused

@@ -28,11 +28,12 @@ from autosel.failures import one_line
 from autosel.interfaces import Backend
 from autosel.residency import RESERVE_BYTES
 from autosel.timing import timer_for
-from autosel.trial import Bench, JudgedInputs
+from autosel.trial import Bench, JudgedInputs, Known
 from autosel.tune_types import Observer
 from autosel.worker_beat import NOBODY, Beat
 from autosel.worker_wire import (
     Attempt,
+    Attempted,
     Compile,
     Done,
     Job,
@@ -164,7 +165,10 @@ class _Server:
         self._limit_memory()
         if isinstance(job, Attempt):
             candidate = self._bench.candidate(self._backend(job.backend), job.params)
-            return self._bench.attempt(candidate, job.num_tokens)
+            row = self._bench.attempt(candidate, job.num_tokens)
+            known = self._bench.known
+            new = {k: v for k, v in known.verdicts.items() if k == candidate}
+            return Attempted(row, Known(new, known.audited))
         if isinstance(job, Prove):
             self._know(job.row)
             return self._bench.prove(job.row)
@@ -196,6 +200,7 @@ class _Server:
             watch=self._watch,
             interruptible=False,
             cases=self._judged,
+            known=setup.known,
         )
         return self._refused
 
@@ -218,7 +223,10 @@ class _Server:
         return list(self._bench.time(job.rows, job.settings, job.num_tokens))
 
     def _watch(self, candidate: Candidate) -> None:
-        self._beat.write(self._numbers.get(candidate, NOBODY))
+        number = self._numbers.get(candidate, NOBODY)
+        if number != self._beat.read()[1]:
+            self._streams.put_back()  # the one before may have closed them
+        self._beat.write(number)
 
     def _judged(self, make: object) -> JudgedInputs:
         """The judged inputs of an earlier worker, else made now and left for the next one."""

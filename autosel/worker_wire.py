@@ -26,6 +26,7 @@ from autosel.interfaces import Backend
 from autosel.process_state import ProcessState
 from autosel.sources import WeightSource
 from autosel.timing import TimingSettings
+from autosel.trial import Known
 from autosel.tune_types import SweepSettings
 
 # jobs, parent to worker -------------------------------------------------------------------------
@@ -35,7 +36,8 @@ from autosel.tune_types import SweepSettings
 class Setup:
     """Everything a fresh worker needs. ``backends`` are the ones registered in the parent only.
 
-    ``cases_saved``: an earlier worker has left the judged inputs in the shared file.
+    ``cases_saved``: an earlier worker has left the judged inputs in the shared file; ``known`` is
+    what earlier ones found out.
     """
 
     source: WeightSource
@@ -46,6 +48,7 @@ class Setup:
     state: ProcessState
     backends: Mapping[str, bytes]
     cases_saved: bool
+    known: Known
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,14 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempted:
+    """What came of an attempt, and what became known by it."""
+
+    row: Measurement
+    known: Known
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """The job's result. ``step`` ran last; ``spoiled`` says why the process must end now."""
 
@@ -188,6 +199,8 @@ def _modules_of(thing: Any) -> list[ModuleType]:
         spec = importlib.util.find_spec(name)
     except (ImportError, ValueError, AttributeError):
         spec = None
+    if spec is not None and not spec.has_location:  # built in, or frozen into the interpreter
+        return []
     found = spec.origin if spec else None
     return [] if found and found == getattr(module, "__file__", None) else [module]
 

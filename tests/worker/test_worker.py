@@ -16,12 +16,12 @@ import pytest
 import torch
 
 from autosel import registry
-from autosel.core import Measurement
+from autosel.core import Candidate, Measurement
 from autosel.sources import RandomSource
 from autosel.store import Store
 from autosel.timing import TimingSettings
 from autosel.tune import sweep
-from autosel.tune_types import SweepResult, SweepSettings
+from autosel.tune_types import Observer, SweepResult, SweepSettings
 from autosel.worker_limits import StepLimits
 from tests.fakes import PROBLEM
 from tests.worker import misbehaving as m
@@ -44,7 +44,12 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def run(*kinds: type[m.Good], store: Store | None = None, **settings: Any) -> SweepResult:
+def run(
+    *kinds: type[m.Good],
+    store: Store | None = None,
+    observer: Observer | None = None,
+    **settings: Any,
+) -> SweepResult:
     """A sweep of a tiny layer over these backends alone."""
     with ExitStack() as stack:
         for kind in kinds:
@@ -58,7 +63,7 @@ def run(*kinds: type[m.Good], store: Store | None = None, **settings: Any) -> Sw
                 **settings,
             }
         )
-        return sweep(RandomSource(PROBLEM), chosen, store=store)
+        return sweep(RandomSource(PROBLEM), chosen, store=store, observer=observer)
 
 
 def row(result: SweepResult, kind: type[m.Good]) -> Measurement:
@@ -144,3 +149,37 @@ def test_crashes_are_not_repeated_and_a_sweep_after_a_crash_goes_on(tmp_path: Pa
         assert (incident.status, incident.step) == ("crashed", "first call")
         assert len(store.measurements()) == 4
     assert [d.winner.backend for d in result.decisions] == ["fast", "fast"]
+
+
+class Steps(Observer):
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, int, str]] = []
+
+    def step(self, what: str, num_tokens: int, candidate: Candidate | None = None) -> None:
+        self.seen.append((what, num_tokens, candidate.backend if candidate else ""))
+
+    def of(self, what: str, backend: str = "") -> list[int]:
+        return [n for w, n, b in self.seen if w == what and (not backend or b == backend)]
+
+
+def test_every_fourth_misbehaves_and_nothing_is_done_twice_but_loading() -> None:
+    """What a fresh worker costs is reading the weights; what is known of the others it is told.
+
+    Times are not compared here: the machine that runs the tests may be busy. What makes up the
+    time is: each candidate is verified once, each bad one ends one worker, at one token count.
+    """
+    good = [type(f"Good{i}", (m.Good,), {"name": f"good{i}"}) for i in range(6)]
+    bad = [m.Segfault, m.HangsInC]
+    kinds = [*good[:3], bad[0], *good[3:], bad[1]]
+    steps, counts = Steps(), (m.TOKENS, m.TOKENS + 1, m.TOKENS + 2)
+    result = run(*kinds, observer=steps, token_counts=counts)
+    for kind in good:
+        rows = [r for r in result.measurements if r.candidate.backend == kind.name]
+        assert [r.status for r in rows] == ["ok"] * len(counts), [r.reason for r in rows]
+        assert steps.of("verify", kind.name) == [m.TOKENS]
+        assert steps.of("first call", kind.name) == list(counts)
+    for kind in bad:
+        assert steps.of("first call", kind.name) == [m.TOKENS]
+    assert len(steps.of("load")) == 1 + len(bad)
+    assert len(steps.of("time")) == len(counts)
+    assert all(d.winner.backend.startswith("good") for d in result.decisions)
