@@ -20,7 +20,7 @@ from typing import Any
 
 from autosel import records
 from autosel.atomic import atomic_file
-from autosel.errors import PackError, field_error
+from autosel.errors import AutoselError, PackError, field_error
 from autosel.packs import fields as f
 from autosel.packs.model import Pack, Signature
 from autosel.packs.reading import check_version, from_data
@@ -64,13 +64,30 @@ def from_bytes(raw: bytes, where: str) -> Pack:
     check_version(data, where)
     said = f.sha256(data.pop("sha256", None), f"{where}: sha256")
     signature = f.optional(data.pop("signature", None), f"{where}: signature", _signature)
-    try:
-        found = hashlib.sha256(canonical(data)).hexdigest()
-    except PackError as error:
-        raise PackError(f"{where}: {error}") from None
-    if found != said:
-        raise PackError(field_error(where, "sha256 of the content", found, said))
+    if not _is_hash_of_canonical(raw, said):
+        try:
+            found = hashlib.sha256(canonical(data)).hexdigest()
+        except AutoselError as error:
+            raise PackError(f"{where}: {error}") from None
+        if found != said:
+            raise PackError(field_error(where, "sha256 of the content", found, said))
     return replace(from_data(data, where), sha256=said, signature=signature)
+
+
+def _is_hash_of_canonical(raw: bytes, said: str) -> bool:
+    """Whether ``raw`` without its hash and signature has the hash ``said``, byte by byte.
+
+    True spares writing the content again, a third of the time that reading takes. False only says
+    that the file is not in canonical form, or damaged.
+    """
+    mark = f',"sha256":"{said}"'.encode()
+    at = raw.rfind(mark)
+    if at < 0:
+        return False
+    rest = raw[at + len(mark) :].removesuffix(b"\n")
+    if rest.startswith(b',"signature":{'):
+        rest = rest[rest.index(b"}") + 1 :]
+    return hashlib.sha256(raw[:at] + rest).hexdigest() == said
 
 
 def to_bytes(pack: Pack) -> bytes:

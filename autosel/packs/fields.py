@@ -7,8 +7,9 @@ characters: no control characters, no terminal escapes, nothing that reorders te
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NoReturn, TypeVar
 
 from autosel.core import Scalar
@@ -81,6 +82,29 @@ def time_us(value: Any, where: str) -> float:
     return found
 
 
+def numbers(
+    value: Any, where: str, names: Set[str], low: float, high: float, *, nothing: bool = False
+) -> dict[str, float]:
+    """An object with exactly these keys, all numbers (or null where ``nothing``) in one range.
+
+    Packs have thousands of these: what is right is seen without writing out a place for each.
+    """
+    if isinstance(value, dict) and value.keys() == names:
+        for item in value.values():
+            kind_ = type(item)
+            if (kind_ is float or kind_ is int) and low <= item <= high:
+                continue
+            if item is not None or not nothing:
+                break
+        else:
+            return value
+    object_of(value, where, tuple(names))
+    for key, item in value.items():
+        if item is not None or not nothing:
+            number(item, f"{where}.{key}", low, high)
+    return value  # type: ignore[no-any-return]
+
+
 def boolean(value: Any, where: str) -> bool:
     if not isinstance(value, bool):
         refuse(where, "value", shown(value), "true or false")
@@ -126,11 +150,22 @@ def optional(value: Any, where: str, parse: Callable[[Any, str], T]) -> T | None
 
 def scalar(value: Any, where: str) -> Scalar:
     """null, true, false, a number or a short plain text."""
-    if value is None or isinstance(value, bool | int | float):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, int | float):
+        return plain_number(value, where)
     if isinstance(value, str):
         return text(value, where, most=MAX_NAME)
     refuse(where, "value", kind(value), "a number, a name, true, false or null")
+
+
+def plain_number(value: int | float, where: str) -> int | float:
+    """A number that every reader of JSON has: finite, and of 64 bits where it is whole."""
+    if isinstance(value, int):
+        return integer(value, where, -(2**63))
+    if not math.isfinite(value):
+        refuse(where, "value", value, "a finite number")
+    return value
 
 
 def scalars(value: Any, where: str, *, most: int = MAX_PARAMS) -> dict[str, Scalar]:
@@ -151,6 +186,8 @@ def sane(value: Any, where: str, depth: int = 8) -> Any:
     """Any value whose texts are fit for people and whose nesting is bounded, unchanged."""
     if isinstance(value, str):
         text(value, where)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        plain_number(value, where)
     elif isinstance(value, list | dict):
         if depth == 0:
             refuse(where, "nesting", "deeper", "at most 8 levels")

@@ -31,8 +31,8 @@ from autosel.stats import Summary
 
 T = TypeVar("T")
 
-_FIGURES = tuple(item.name for item in fields(ErrorFigures))
-_SUMMARY = tuple(item.name for item in fields(Summary))
+_FIGURES = frozenset(item.name for item in fields(ErrorFigures))
+_SUMMARY = frozenset(item.name for item in fields(Summary))
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d{1,6})?Z")
 
 
@@ -151,23 +151,18 @@ def check_cover(buckets: list[TokenBucket], where: str) -> None:
 
 
 def summary(value: Any, where: str) -> Summary:
-    f.object_of(value, where, _SUMMARY)
-    times = {key: f.time_us(value[key], f"{where}.{key}") for key in _SUMMARY if key[-3:] == "_us"}
-    if not times["min_us"] <= times["low_us"] <= times["median_us"] <= times["high_us"]:
-        f.refuse(where, "quantiles", list(times.values()), "in order")
-    return Summary(
-        samples=f.integer(value["samples"], f"{where}.samples", 1),
-        quantile=f.number(value["quantile"], f"{where}.quantile", 0, 1),
-        **times,
-    )
+    found = f.numbers(value, where, _SUMMARY, 0, f.MAX_US)
+    f.integer(found["samples"], f"{where}.samples", 1)
+    f.number(found["quantile"], f"{where}.quantile", 0, 1)
+    times = [found[key] for key in ("min_us", "low_us", "median_us", "high_us")]
+    if times != sorted(times) or times[0] == 0 or found["estimate_us"] == 0:
+        f.refuse(where, "quantiles", times, "above 0 and in order")
+    return Summary(**value)
 
 
 def errors(value: Any, where: str) -> ErrorFigures:
-    f.object_of(value, where, _FIGURES)
-    figure = partial(f.number, low=-1e300, high=1e300)
-    return ErrorFigures(
-        **{key: f.optional(value[key], f"{where}.{key}", figure) for key in _FIGURES}
-    )
+    f.numbers(value, where, _FIGURES, -1e300, 1e300, nothing=True)
+    return ErrorFigures(**value)
 
 
 def observations(value: Any, where: str) -> tuple[tuple[str, Any], ...]:

@@ -47,6 +47,7 @@ _MEASURED = (
     *("num_tokens", "candidate", "status", "accuracy", "reason", "summary", "errors"),
     *("pack_ms", "first_call_ms", "weight_bytes"),
 )
+_REJECTED = ("candidate", "status", "reason", "accuracy", "time_us")
 _STATUSES, _ACCURACIES = get_args(Status), get_args(AccuracyClass)
 
 
@@ -58,7 +59,7 @@ def check_version(data: Any, where: str) -> None:
     version = data.get("version")
     if isinstance(version, int) and not isinstance(version, bool) and version > VERSION:
         raise PackError(
-            f"{where}: version: found {version}, expected at most {VERSION}: it was written by a "
+            f"{where}: version: found {shown(version)}, expected at most {VERSION}: written by a "
             "newer autosel"
         )
     if version != VERSION or isinstance(version, bool):
@@ -186,13 +187,13 @@ class _Tables:
         )
 
     def _rejected(self, value: Any, where: str) -> Rejected:
-        f.object_of(value, where, ("candidate", "status", "reason", "accuracy", "time_us"))
+        f.object_of(value, where, _REJECTED)
         return Rejected(
-            p.at(self._candidates, value["candidate"], f"{where}.candidate"),
-            f.choice(value["status"], f"{where}.status", _STATUSES),
-            f.text(value["reason"], f"{where}.reason"),
-            f.choice(value["accuracy"], f"{where}.accuracy", _ACCURACIES),
-            f.optional(value["time_us"], f"{where}.time_us", f.time_us),
+            p.at(self._candidates, value["candidate"], where),
+            f.choice(value["status"], where, _STATUSES),
+            f.text(value["reason"], where),
+            f.choice(value["accuracy"], where, _ACCURACIES),
+            f.optional(value["time_us"], where, f.time_us),
         )
 
     def _measured(

@@ -1,14 +1,14 @@
 """Reads JSON from strangers: one file, of bounded size, without anything that readers disagree on.
 
-Refused: NaN and infinity (also as ``1e999``), a key that stands twice in an object, whole numbers
-beyond 64 bits, bytes that are no UTF-8, and nesting that Python's parser cannot follow. Types,
-lengths and characters are checked by whoever knows the fields (:mod:`autosel.packs.fields`).
+Refused: NaN and infinity, a key that stands twice in an object, bytes that are no UTF-8, numbers
+of thousands of digits, and nesting that Python's parser cannot follow. Types, ranges (``1e999`` is
+read as infinity), lengths and characters are checked by whoever knows the fields
+(:mod:`autosel.packs.fields`).
 """
 
 from __future__ import annotations
 
 import json
-import math
 import os
 import stat
 from pathlib import Path
@@ -19,9 +19,6 @@ from autosel.errors import PackError, field_error
 #: Larger files are refused before a byte is parsed. Sixty layers of one shape with raw samples
 #: of 14 token counts and 60 candidates take about 1 MB.
 MAX_BYTES = 32 << 20
-#: Digits of the largest 64-bit number and its sign; longer ones are never turned into numbers.
-_MAX_DIGITS = 20
-_LIMIT = 2**63
 
 #: First bytes of what people may hand over instead, with its name.
 _OTHERS = (
@@ -84,8 +81,6 @@ def parse(data: bytes, where: str) -> Any:
             data.decode("utf-8"),
             object_pairs_hook=_object,
             parse_constant=_constant,
-            parse_float=_float,
-            parse_int=_int,
         )
     except _RefusedError as error:
         raise PackError(f"{where}: {error}") from None
@@ -93,6 +88,8 @@ def parse(data: bytes, where: str) -> Any:
         raise PackError(f"{where}: line {error.lineno}: not valid JSON: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise PackError(f"{where}: byte {error.start}: not valid UTF-8") from None
+    except ValueError:  # Python's own limit of digits
+        raise PackError(f"{where}: a number of thousands of digits") from None
     except RecursionError:
         raise PackError(f"{where}: nested too deeply") from None
     except MemoryError:
@@ -112,21 +109,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(word: str) -> float:
     raise _RefusedError(field_error("number", "value", word, "a finite number"))
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise _RefusedError(field_error("number", "value", shown(text), "a finite number"))
-    return value
-
-
-def _int(text: str) -> int:
-    # Python refuses thousands of digits by itself, and would first spend time on hundreds.
-    value = int(text) if len(text) <= _MAX_DIGITS else _LIMIT
-    if not -_LIMIT <= value < _LIMIT:
-        raise _RefusedError(field_error("number", "value", shown(text), "a number of 64 bits"))
-    return value
 
 
 def shown(value: object) -> str:
