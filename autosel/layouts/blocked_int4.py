@@ -23,6 +23,7 @@ import torch
 
 from autosel.canonical import expert_codes, expert_zeros
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
+from autosel.errors import AutoselError, field_error
 from autosel.interfaces import Layout, PackedExperts
 from autosel.layouts import _common as common
 from autosel.layouts import _gemms as gemms
@@ -44,10 +45,17 @@ def pack_blocks(codes: torch.Tensor, zeros: torch.Tensor, inputs: int) -> torch.
     grid = codes.view(tiles, 2, 2, 8, blocks, inputs // 4, 4)  # n//16, n%16//8, n%8, -, k//4, k%4
     pairs = grid[:, :, 0] | (grid[:, :, 1] << 4)  # [N/32, 2, 8, K/bk, bk/4, 4]
     data = pairs.permute(0, 3, 4, 1, 2, 5).reshape(tiles, blocks, inputs * 16)
+    return torch.cat((data, compensations(codes, zeros, inputs)), -1)
+
+
+def compensations(codes: torch.Tensor, zeros: torch.Tensor, inputs: int) -> torch.Tensor:
+    """Sums over each block's inputs, of codes and zero points ``[N, K]``: their bytes uint8
+    ``[N/32, K/inputs, 128]``.
+    """
     signed = codes.to(torch.int32) - zeros.to(torch.int32)  # [N, K]
-    sums = signed.view(tiles, LANES, blocks, inputs).sum(-1, dtype=torch.int32)
-    compensation = sums.transpose(1, 2).contiguous().view(torch.uint8)  # [N/32, K/bk, 128]
-    return torch.cat((data, compensation), -1)
+    blocks = signed.view(codes.shape[0] // LANES, LANES, -1, inputs)
+    sums = blocks.sum(-1, dtype=torch.int32)
+    return sums.transpose(1, 2).contiguous().view(torch.uint8)
 
 
 def unpack_blocks(blocks: torch.Tensor) -> torch.Tensor:
@@ -98,22 +106,42 @@ class BlockedInt4(Layout):
         return PackedExperts(self.key, experts.problem, tensors, meta)
 
     def unpack(self, packed: PackedExperts) -> CanonicalExperts:
+        """Raises AutoselError for compensations that are not those of the codes."""
+
         def expert(
             name: str, scheme: QuantScheme, shape: tuple[int, int, int], e: int
         ) -> common.Parts:
+            codes = unpack_blocks(packed.tensors[name][e])  # [N, K]
+            zeros = gemms.panel_rows(packed.tensors[f"{name}_zeros"][e]).to(torch.uint8)  # [N, G]
+            self._check_compensations(name, scheme, e, packed.tensors[name][e], codes, zeros)
             parts = {
-                "codes": pack_last(unpack_blocks(packed.tensors[name][e]), 4),
+                "codes": pack_last(codes, 4),
                 "scales": gemms.panel_rows(packed.tensors[f"{name}_scales"][e]).to(
                     common.scale_dtype(scheme)
                 ),
             }
             if not scheme.symmetric:
-                parts["zero_points"] = gemms.panel_rows(packed.tensors[f"{name}_zeros"][e]).to(
-                    torch.uint8
-                )
+                parts["zero_points"] = zeros
             return parts
 
         return gemms.unpacked(packed, expert)
+
+    def _check_compensations(
+        self,
+        name: str,
+        scheme: QuantScheme,
+        e: int,
+        blocks: torch.Tensor,
+        codes: torch.Tensor,
+        zeros: torch.Tensor,
+    ) -> None:
+        inputs = block_inputs(scheme, codes.shape[1])
+        spread = zeros.repeat_interleave(codes.shape[1] // zeros.shape[1], dim=1)  # [N, K]
+        wrong = blocks[..., inputs * 16 :] != compensations(codes, spread, inputs)
+        if bool(wrong.any()):
+            where = f"layout {self.name}, {name} of expert {e}"
+            count = f"{int(wrong.sum())} bytes of others"
+            raise AutoselError(field_error(where, "compensations", count, "those of the codes"))
 
     def _check(self, name: str, weight: QuantWeight) -> None:
         scheme, inputs, outputs = weight.scheme, weight.num_inputs, weight.num_outputs

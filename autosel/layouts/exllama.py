@@ -18,6 +18,7 @@ import torch
 from autosel.canonical import check_experts
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.dtypes import torch_dtype
+from autosel.errors import AutoselError, field_error
 from autosel.interfaces import Layout, PackedExperts
 from autosel.layouts import _common as common
 from autosel.layouts import _gemms as gemms
@@ -89,9 +90,17 @@ class Exllama(Layout):
         return PackedExperts(self.key, problem, stacks, meta)
 
     def unpack(self, packed: PackedExperts) -> CanonicalExperts:
+        """Raises AutoselError for zero points that are not the ones of symmetric weights."""
+
         def expert(
             name: str, scheme: QuantScheme, shape: tuple[int, int, int], e: int
         ) -> common.Parts:
+            other = int((packed.tensors[f"{name}_zeros"][e] != _STORED_ZEROS).sum())
+            if other:
+                where = f"layout {self.name}, {name} of expert {e}"
+                raise AutoselError(
+                    field_error(where, "zero points", f"{other} words of others", "7 everywhere")
+                )
             scales = packed.tensors[f"{name}_scales"][e].T.to(common.scale_dtype(scheme))
             return {"codes": unshuffle_words(packed.tensors[name][e].T), "scales": scales}
 
