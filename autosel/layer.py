@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,7 @@ class FusedMoE(PackedModule):
         act_dtype: str | None = None,
         db: Database = None,
         allow_a8: bool = False,
+        require: Sequence[str] = (),
         **options: Any,
     ) -> FusedMoE:
         """The MoE layer numbered ``layer`` of a checkpoint folder, or a rank's part of it.
@@ -96,6 +97,8 @@ class FusedMoE(PackedModule):
         act_dtype  ``bfloat16``, ``float16`` or ``float32``; the model's own when left out
         db         database file or open Store with decisions; the user's when left out
         allow_a8   may a decision whose winner quantises activations to 8 bits be used
+        require    properties (:data:`autosel.core.PROPERTIES`) that whoever serves must be
+                   certified for; NothingUsableError where nobody is
         options    of :meth:`from_source`; the router's rule and bias come from the checkpoint
 
         Raises ConfigError and CheckpointError for what cannot be read, UnsupportedError for a
@@ -118,6 +121,7 @@ class FusedMoE(PackedModule):
             device=device,
             db=db,
             allow_a8=allow_a8,
+            require=require,
             **options,
         )
 
@@ -131,6 +135,7 @@ class FusedMoE(PackedModule):
         device: str | torch.device = "cpu",
         db: Database = None,
         allow_a8: bool = False,
+        require: Sequence[str] = (),
         layouts: Layouts = "one",
         plan: Plan | None = None,
         routing: str = "uniform",
@@ -163,6 +168,7 @@ class FusedMoE(PackedModule):
             device=device,
             db=db,
             allow_a8=allow_a8,
+            require=require,
             layouts=layouts,
             plan=plan,
             routing=routing,
@@ -207,6 +213,7 @@ class FusedMoE(PackedModule):
         device: str | torch.device = "cpu",
         db: Database = None,
         allow_a8: bool = False,
+        require: Sequence[str] = (),
         layouts: Layouts = "one",
         plan: Plan | None = None,
         routing: str = "uniform",
@@ -234,7 +241,7 @@ class FusedMoE(PackedModule):
         on_device = None if chosen is None else chosen.to(where)
         make = partial(
             Chooser, problem, described, db, routing=routing, allow_a8=allow_a8, layouts=layouts,
-            plan=plan, model=model,
+            plan=plan, model=model, require=require,
             prove=prover(loader, described, on_device, leads=bool(ranks)) if check else None,
         )  # fmt: skip
         chooser: Chooser | SharedChooser = (

@@ -9,7 +9,7 @@ Nothing is timed here, except that compatible packs are checked once by whoever 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from autosel import registry
 from autosel.buckets import buckets, newest_cover
 from autosel.core import (
     Candidate,
+    Certificate,
     Decision,
     Device,
     Measurement,
@@ -36,6 +37,7 @@ from autosel.interfaces import Backend
 from autosel.layer_layouts import by_plan, one_copy
 from autosel.next_best import again, instead
 from autosel.planning import held
+from autosel.requirements import Required
 from autosel.store import Store
 from autosel.tiers import Answer, Answers, Tiers, open_tiers
 from autosel.tune_types import SweepSettings
@@ -89,10 +91,12 @@ class Chooser:
         plan: Plan | None = None,
         model: str | Path | None = None,
         prove: Prove | None = None,
+        require: Sequence[str] = (),
     ) -> None:
         """``plan`` counts before the one that is stored; ``model`` is the folder of the layer's
         model, where a pack may lie; ``prove`` checks a compatible pack's entry on this machine
-        (left out, such packs are not used)."""
+        (left out, such packs are not used); ``require`` names properties that whoever serves must
+        be certified for, defaults included (AutoselError for an unknown one)."""
         if layouts not in get_args(Layouts):
             wanted = " or ".join(map(repr, get_args(Layouts)))
             raise AutoselError(field_error("FusedMoE", "layouts", repr(layouts), wanted))
@@ -105,6 +109,7 @@ class Chooser:
                 if prove is not None and self._wanted(answer):
                     prove(tiers, answer)
                     self._answers = self._ask(tiers)
+            self._required = Required.of(require, self._certificates(tiers.store))
             self._plan = _checked(plan, problem, device) or self._plan_of(tiers)
             try:
                 self._untuned = explain(tiers, problem, device, 1, routing=routing).why
@@ -199,7 +204,7 @@ class Chooser:
         """Each tier's decisions that hold, then those that its measurements give for the rest."""
         found: list[Decision] = []
         for answer in self._answers.usable:
-            found += [d for d in answer.decisions if d.winner not in self._failed]
+            found += [d for d in answer.decisions if not self._banned(d.winner)]
             counts = {m.num_tokens for m in answer.measurements}
             # A pack's own buckets say where it has no answer.
             own = buckets(counts) if counts and answer.entry is None else ()
@@ -222,7 +227,14 @@ class Chooser:
         return None
 
     def _banned(self, candidate: Candidate) -> bool:
-        return candidate in self._failed
+        return candidate in self._failed or bool(self._required.lacks(candidate))
+
+    def _certificates(self, store: Store) -> list[Certificate]:
+        """What packs that may decide say is proven, then what the database says."""
+        packed = [c for a in self._answers.usable if a.entry for c in a.entry.certificates]
+        known = self.device.name.strip()
+        mine = store.certificates(self.problem, self.device, history=True) if known else []
+        return [*packed, *mine]
 
     def _illegal(self, answer: Answer, candidate: Candidate, bucket: TokenBucket) -> bool:
         return answer.illegal(candidate, self.device, bucket.measured)
@@ -245,7 +257,7 @@ class Chooser:
 
     def _plannable(self, item: PlannedBucket) -> bool:
         """Whether a planned candidate may serve: allowed, and not known to fail here."""
-        failed = item.candidate in self._failed or any(
+        failed = self._banned(item.candidate) or any(
             m.candidate == item.candidate and m.status != "ok" and m.num_tokens in item.bucket
             for answer in self._answers.usable
             for m in answer.measurements
@@ -283,6 +295,14 @@ class Chooser:
                 continue
             part = TokenBucket(start, end, bucket.measured)
             candidate = self._default_candidate(backend, bucket.measured)
+            lacking = self._required.lacks(candidate)
+            if lacking:
+                tokens = f"{start} tokens" if end == start else f"{start} tokens and more"
+                raise NothingUsableError(
+                    f"nothing usable for {self.problem.key} at {tokens}: no tuned candidate is "
+                    f"certified for {', '.join(self._required.names)}, nor the default "
+                    f"{candidate.key} ({lacking}); to certify: autosel sweep --require"
+                )
             yield Choice(part, candidate, False, why)
 
     def _default_candidate(self, backend: Backend, num_tokens: int) -> Candidate:
