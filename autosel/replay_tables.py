@@ -41,8 +41,7 @@ def cells_from_measurements(measurements: Iterable[Measurement]) -> list[Cell]:
             continue
         first = latest[0]
         quantile = stats.ranking_quantile(first.device.kind)
-        recorded = [samples.rounds(m) or [(t,) for t in samples.ranking(m).times_us]
-                    for m in latest]  # fmt: skip
+        recorded = [_rounds(m) for m in latest]
         cells.append(
             cell(
                 f"{first.problem.key} at {first.num_tokens} tokens, {first.routing}",
@@ -52,6 +51,12 @@ def cells_from_measurements(measurements: Iterable[Measurement]) -> list[Cell]:
             )
         )
     return cells
+
+
+def _rounds(m: Measurement) -> Rounds:
+    """The rounds that have undisturbed samples; else each sample that ranks as one."""
+    found = [block for block in samples.rounds(m) if block]
+    return found or [(time,) for time in samples.ranking(m).times_us]
 
 
 def cells_from_csv(

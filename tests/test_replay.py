@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autosel.core import Candidate
+from autosel.core import Candidate, Measurement
 from autosel.errors import AutoselError
 from autosel.replay import (
     EXHAUSTIVE,
@@ -31,7 +31,7 @@ from autosel.replay_tables import cell, cells_from_csv, cells_from_measurements
 from autosel.store import Store
 from bench.synthetic_timings import MACHINES
 from bench.synthetic_timings import cell as made_up
-from tests.fakes import Clock, FakeBackend, registered
+from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, registered
 from tests.test_tune import run
 
 
@@ -143,6 +143,18 @@ def test_the_store_gives_cells_and_the_command_reads_them(
     assert answer["strategies"]["racing"]["regret_max"] == 0.0
     assert main(["replay", "--db", str(tmp_path / "none.db")]) == 1
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: database: timed candidates")
+
+
+def test_a_measurement_that_was_always_preempted_is_replayed_as_it_is() -> None:
+    timing = (("race", "r"), ("blocks", "1,1,1"), ("switches", "9,9,9"))
+    rows = [
+        Measurement(PROBLEM, 1, "uniform", Candidate(name), CPU, "ok", times_us=(us,) * 3,
+                    timing=timing)
+        for name, us in (("a", 100.0), ("b", 200.0))
+    ]  # fmt: skip
+    (one,) = cells_from_measurements(rows)
+    assert one.truth_us == (100.0, 200.0)
+    assert choose(racing, one).place == 0
 
 
 CSV = "layer,candidate,round,us\n" + "\n".join(
