@@ -5,8 +5,8 @@
 Sixty layers share one shape, as in a real model; 14 token counts, 60 candidates each. Cold: nothing
 of the pack is in this process's caches (the file is in the operating system's). Then every layer is
 looked up at every token count, through :mod:`autosel.tiers` as the layer and ``explain`` do it. The
-target is 50 ms for loading and all look-ups together. ``--cpu`` counts this process's processor time
-instead of the clock's, for a machine that others use as well.
+target is 50 ms for loading and all look-ups together. ``--cpu`` counts this process's processor
+time instead of the clock's, for a machine that others use as well.
 """
 
 from __future__ import annotations

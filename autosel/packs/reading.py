@@ -207,7 +207,7 @@ class _Tables:
     ) -> Measured:
         f.object_of(value, where, _MEASURED, ("times_us", "timing"))
         milliseconds = partial(f.number, low=0, high=1e9)
-        times = f.items(value.get("times_us", []), f"{where}.times_us", f.time_us)
+        times = f.times_us(value.get("times_us", []), f"{where}.times_us")
         status = f.choice(value["status"], f"{where}.status", _STATUSES)
         summary = f.optional(value["summary"], f"{where}.summary", p.summary)
         if (summary is not None) != (status == "ok") or (times and status != "ok"):
@@ -223,7 +223,7 @@ class _Tables:
             status=status,
             accuracy=f.choice(value["accuracy"], f"{where}.accuracy", _ACCURACIES),
             reason=f.text(value["reason"], f"{where}.reason"),
-            times_us=tuple(times),
+            times_us=times,
             errors=f.optional(value["errors"], f"{where}.errors", p.errors),
             pack_ms=f.optional(value["pack_ms"], f"{where}.pack_ms", milliseconds),
             first_call_ms=f.optional(
