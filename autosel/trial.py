@@ -110,6 +110,8 @@ class Bench:
         self.known = known or Known()
         #: The step that ran last, and the one to blame for what failed in it.
         self.step = ""
+        #: Who made the device unusable while several were timed: the others' rows mean nothing.
+        self.poisoner: Candidate | None = None
         #: Why the process that this runs in cannot be trusted any more; "" while it can.
         self.spoiled = ""
 
@@ -291,6 +293,8 @@ class Bench:
         wanted = [(candidate, self._layouts[candidate]) for candidate in rows]
         for group in self._residency.together(wanted):
             rows |= self._time_group({c: rows[c] for c in group}, settings, num_tokens)
+            if self.poisoner is not None:
+                break
         return list(rows.values())
 
     def _time_group(
@@ -326,6 +330,8 @@ class Bench:
             timed = time_candidates(calls, settings, timer, progress, classes)
             if blocks < most:  # the race was settled before
                 self._observer.timed(num_tokens, most, most)
+            if timer.poisoner is not None:
+                self.poisoner = timer.poisoner[0]
             for candidate, samples in timed.items():
                 self._watch(candidate)
                 rows[candidate] = self._with_times(rows[candidate], samples, calls[candidate])

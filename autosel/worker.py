@@ -122,7 +122,8 @@ class Worker:
         self.wait_ready()
         timing = isinstance(job, Time)
         self._send(job, step)
-        room = self._room()
+        standing = worker_tree.members(self.pid)
+        room = self._room(standing)
         limit = self._limits.seconds(step)
         counted = time.monotonic()
         deadline, beat = counted + limit, self._beat.read()[0]
@@ -141,7 +142,7 @@ class Worker:
                 deadline = time.monotonic() + limit
             elif timing and self._beat.read()[0] != beat:
                 beat, deadline = self._beat.read()[0], time.monotonic() + limit
-            counted = self._look(step, room, counted)
+            counted = self._look(step, room, len(standing), counted)
 
     def end_leftovers(self) -> int:
         """End processes that a candidate left at work, after it is done; how many there were."""
@@ -208,27 +209,31 @@ class Worker:
                 self._died(step)
             return message
 
-    def _look(self, step: str, room: int | None, counted: float) -> float:
-        """Compare memory and processes with their limits; when all were counted last."""
+    def _look(self, step: str, room: int | None, standing: int, counted: float) -> float:
+        """Compare memory and processes with their limits; when all were counted last.
+
+        ``standing``: processes that were there when the job began, which are no doing of its.
+        """
         now = time.monotonic()
         everybody = now - counted > COUNT_S
         pids = worker_tree.members(self.pid) if everybody else [self.pid]
-        if len(pids) > self._limits.processes:
-            found = f"{len(pids)} processes at once, at most {self._limits.processes} allowed"
+        if len(pids) - standing > self._limits.processes:
+            most = self._limits.processes
+            found = f"{len(pids) - standing} processes at once, at most {most} allowed"
             self._give_up("crashed", found, step)
         resident = worker_tree.resident_bytes(pids)
         if room is not None and resident > room:
             self._give_up("oom", f"{resident} bytes resident, at most {room} allowed", step)
         return now if everybody else counted
 
-    def _room(self) -> int | None:
+    def _room(self, standing: list[int]) -> int | None:
         """Bytes that the worker and what it starts may hold during one job."""
         if self._limits.memory_bytes is not None:
             return self._limits.memory_bytes
         free = cpuinfo.available_memory()
         if free is None:
             return None
-        held = worker_tree.resident_bytes(worker_tree.members(self.pid))
+        held = worker_tree.resident_bytes(standing)
         return held + max(0, free - RESERVE_BYTES // 2)
 
     def _too_long(self, step: str) -> NoReturn:

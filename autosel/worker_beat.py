@@ -10,10 +10,12 @@ import mmap
 import os
 import struct
 import tempfile
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 from autosel.core import Scalar
+from autosel.failures import is_poison, message
 from autosel.timing import Call, Prepared, Sample, Timer, TimingSettings
 
 K = TypeVar("K", bound=Hashable)
@@ -52,10 +54,12 @@ class WatchedTimer(Generic[K]):
     """A :class:`~autosel.timing.Timer` that says whose call comes next, outside what is timed.
 
     ``owners`` knows whose each call is; ``before`` is told. Calls are known by identity, so that
-    one that timing has let go of is not kept alive here.
+    one that timing has let go of is not kept alive here. ``poisoner`` is the first one whose call
+    made the device context unusable, and what it raised: all that follow raise the same.
     """
 
     def __init__(self, timer: Timer, owners: Mapping[Call, K], before: Callable[[K], None]) -> None:
+        self.poisoner: tuple[K, BaseException] | None = None
         self._timer = timer
         self._before = before
         self._owners = {id(call): owner for call, owner in owners.items()}
@@ -76,23 +80,31 @@ class WatchedTimer(Generic[K]):
         return self._timer.now()
 
     def run(self, call: Call) -> None:
-        self._tell(call)
-        self._timer.run(call)
+        with self._told(call):
+            self._timer.run(call)
 
     def prepare(self, call: Call, settings: TimingSettings) -> Prepared:
-        self._tell(call)
-        prepared = self._timer.prepare(call, settings)
+        with self._told(call):
+            prepared = self._timer.prepare(call, settings)
         if id(call) in self._owners:
             self._owners[id(prepared.call)] = self._owners[id(call)]
         return prepared
 
     def sample(self, call: Call, repeats: int) -> Sample:
-        self._tell(call)
-        return self._timer.sample(call, repeats)
+        with self._told(call):
+            return self._timer.sample(call, repeats)
 
     def load(self) -> Mapping[str, float]:
         return self._timer.load()
 
-    def _tell(self, call: Call) -> None:
-        if id(call) in self._owners:
-            self._before(self._owners[id(call)])
+    @contextmanager
+    def _told(self, call: Call) -> Iterator[None]:
+        owner = self._owners.get(id(call))
+        if owner is not None:
+            self._before(owner)
+        try:
+            yield
+        except Exception as error:
+            if owner is not None and self.poisoner is None and is_poison(message(error)):
+                self.poisoner = (owner, error)
+            raise

@@ -35,6 +35,7 @@ from autosel.worker_wire import (
     Job,
     Load,
     Message,
+    Poisoned,
     Prove,
     Setup,
     Step,
@@ -203,6 +204,9 @@ class WorkerBench:
         if self._spare is not None:
             self._spare.wait_ready()  # its imports would disturb
         done = self._ask(Time(tuple(rows), settings, num_tokens), "time")
+        if isinstance(done.value, Poisoned):
+            found: Poisoned = done.value
+            raise WorkerDiedError(found.status, found.reason, "time", found.number)
         self._after(done)
         return list(done.value)
 
@@ -299,4 +303,5 @@ class WorkerBench:
             self._open()  # raises where the driver is gone, which is not the candidate's doing
 
     def _reason(self, candidate: Candidate, death: WorkerDiedError) -> str:
-        return f"{candidate.backend} {death.step}: {death.reason}"
+        where = f"{candidate.backend} {death.step}: "
+        return death.reason if death.reason.startswith(where) else where + death.reason

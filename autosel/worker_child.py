@@ -39,6 +39,7 @@ from autosel.worker_wire import (
     Job,
     Load,
     Message,
+    Poisoned,
     Prove,
     Raised,
     Ready,
@@ -215,12 +216,17 @@ class _Server:
             expected = f"{row.candidate} as in the parent"
             raise AutoselError(field_error("worker", "candidate", made, expected))
 
-    def _time(self, job: Time) -> list[object]:
+    def _time(self, job: Time) -> list[Measurement] | Poisoned:
         for row in job.rows:
             self._know(row)
         self._numbers = {row.candidate: number for number, row in enumerate(job.rows)}
         self._beat.write(NOBODY)
-        return list(self._bench.time(job.rows, job.settings, job.num_tokens))
+        timed = self._bench.time(job.rows, job.settings, job.num_tokens)
+        culprit = self._bench.poisoner
+        if culprit is None:
+            return timed
+        row = next(row for row in timed if row.candidate == culprit)
+        return Poisoned(self._numbers[culprit], row.status, row.reason)
 
     def _watch(self, candidate: Candidate) -> None:
         number = self._numbers.get(candidate, NOBODY)

@@ -19,7 +19,7 @@ from typing import Any
 
 import cloudpickle
 
-from autosel.core import Candidate, Device, Measurement, Params, Problem
+from autosel.core import Candidate, Device, Measurement, Params, Problem, Status
 from autosel.errors import AutoselError
 from autosel.failures import one_line
 from autosel.interfaces import Backend
@@ -129,6 +129,15 @@ class Attempted:
 
     row: Measurement
     known: Known
+
+
+@dataclass(frozen=True, slots=True)
+class Poisoned:
+    """Timing came to no end: the row of this number made the device unusable for all."""
+
+    number: int
+    status: Status
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)

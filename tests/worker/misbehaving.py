@@ -35,6 +35,7 @@ class Good(Backend):
     #: Misbehave only from this call with TOKENS tokens on; the first one is call 1.
     after: ClassVar[int] = 0
     calls = 0
+    done = False
 
     def supports(self, problem: Problem, device: Device) -> Any:
         return self.available(device)
@@ -178,7 +179,8 @@ class LeavesProcesses(Good):
     name = "leaves_processes"
 
     def misbehave(self, x: torch.Tensor) -> None:
-        if self.calls == 1:
+        if not self.done:
+            self.done = True
             mark = "autosel-test-leftover"
             loop = "while :; do :; done"
             subprocess.Popen(["/bin/sh", "-c", loop, mark])
@@ -209,7 +211,8 @@ class ForksAndReturns(Good):
     name = "forks"
 
     def misbehave(self, x: torch.Tensor) -> None:
-        if self.calls == 1:
+        if not self.done:
+            self.done = True
             os.fork()
 
 
@@ -327,7 +330,8 @@ class HangsAtExit(Good):
     name = "hangs_at_exit"
 
     def misbehave(self, x: torch.Tensor) -> None:
-        if self.calls == 1:
+        if not self.done:
+            self.done = True
             atexit.register(time.sleep, 1000)
             threading.Thread(target=time.sleep, args=(1000,)).start()
 
@@ -346,6 +350,11 @@ class CrashesInTiming(Segfault):
 
 class HangsInTiming(LoopsInPython):
     name = "hangs_in_timing"
+    after = 4
+
+
+class PoisonsInTiming(PoisonsDevice):
+    name = "poisons_in_timing"
     after = 4
 
 
@@ -392,6 +401,7 @@ BAD: dict[type[Good], tuple[str, str]] = {
     PoisonsDevice: ("crashed", "illegal memory access"),
     CrashesInTiming: ("crashed", "time: took its process down: SIGSEGV"),
     HangsInTiming: ("timeout", "time: no end after"),
+    PoisonsInTiming: ("crashed", "time: RuntimeError: CUDA error: an illegal memory access"),
     CrashesPacking: ("crashed", "pack: took its process down: SIGABRT"),
     ReportsSettings: ("failed", "found"),
 }
