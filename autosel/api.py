@@ -153,6 +153,7 @@ def plan(
     backends: Sequence[str] = (),
     exclude: Sequence[str] = (),
     allow_a8: bool = False,
+    require: Sequence[str] = (),
     layers: int | None = None,
     layer: int | None = None,
     device: Device | None = None,
@@ -165,6 +166,7 @@ def plan(
     weight_budget  ``1.0x`` (one copy), ``1.5x``, or bytes for all ``layers``: ``12GiB``
     histogram      calls by tokens: a preset's name, a file, or a Workload
     backends       only these; ``exclude``: none of these
+    require        properties that candidates must be certified for
     layers         alike layers of the model; those of the checkpoint when left out
     keep           store the plan: the layer and packs then use it
 
@@ -180,6 +182,7 @@ def plan(
         allow_a8=allow_a8,
         backends=planning.names(backends),
         exclude=planning.names(exclude),
+        require=tuple(require),
     )
     weights = source(target, layer=layer, **options)
     with _store(db) as store:

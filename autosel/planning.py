@@ -15,6 +15,7 @@ from autosel.decide import Requirement, backends_only
 from autosel.errors import AutoselError, NothingUsableError
 from autosel.plans import plan as make_plan
 from autosel.records import Timing
+from autosel.requirements import Required
 from autosel.store import Store
 from autosel.tiers import COLD
 from autosel.weight_budget import WeightBudget
@@ -26,7 +27,7 @@ class Policy:
     """What a plan is made for; the default is one copy under mixed traffic.
 
     backends, exclude  names: only these, or none of these
-    require            further conditions, with their words in ``requirements``
+    require            properties that candidates must be certified for
     """
 
     workload: Workload = PRESETS[DEFAULT]
@@ -34,13 +35,12 @@ class Policy:
     allow_a8: bool = False
     backends: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    require: tuple[Requirement, ...] = ()
-    requirements: tuple[str, ...] = ()
+    require: tuple[str, ...] = ()
 
     @property
     def conditions(self) -> tuple[Requirement, ...]:
         only = (backends_only(self.backends),) if self.backends else ()
-        return (*only, *map(_not, self.exclude), *self.require)
+        return (*only, *map(_not, self.exclude))
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -48,7 +48,7 @@ class Policy:
         words = [f"backend {' or '.join(self.backends)}"] if self.backends else []
         words += [f"not backend {name}" for name in self.exclude]
         words += ["8-bit activations allowed"] if self.allow_a8 else []
-        return (*words, *self.requirements)
+        return (*words, *(f"certified {name}" for name in self.require))
 
 
 def _not(name: str) -> Requirement:
@@ -72,6 +72,7 @@ def plan_layer(
     """
     policy = policy or Policy()
     rows = measurements(store, problem, device, routing, timing)
+    certified = Required.stored(policy.require, store, problem, device)
     return make_plan(
         rows,
         workload=policy.workload,
@@ -79,7 +80,7 @@ def plan_layer(
         layers=layers,
         defaults=built_in(problem, device, rows),
         allow_a8=policy.allow_a8,
-        require=policy.conditions,
+        require=(*policy.conditions, certified) if certified else policy.conditions,
         requirements=policy.words,
     )
 
@@ -188,15 +189,16 @@ def renew(
     routing: str = "uniform",
     timing: Timing = COLD,
     allow_a8: bool = False,
+    require: tuple[str, ...] = (),
     layers: int = 1,
 ) -> Plan | None:
     """Plan again after new measurements and store it; the workload and budget that held stay.
 
     None, and nothing stored, where there is nothing to plan with, or where the plan that holds has
-    conditions: they are the user's, who renews it.
+    other conditions: they are the user's, who renews it.
     """
     before = held(store, problem, device, routing, timing)
-    policy = Policy(allow_a8=allow_a8)
+    policy = Policy(allow_a8=allow_a8, require=require)
     if before is not None:
         layers = before.layers
         if before.requirements not in ((), policy.words):

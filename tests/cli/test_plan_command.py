@@ -143,3 +143,30 @@ def test_a_sweep_says_what_its_winners_cost_and_renews_the_plan(autosel, get_che
     with Store.open(os.environ["AUTOSEL_DB"]) as store:
         assert planning.renew(store, plan.problem, plan.device) is None
         assert store.plans()[-1].plan.requirements == ("not backend torch_int4",)
+
+
+def test_required_properties_must_be_certified(autosel, measured):
+    ran = autosel(*ASK, "--require", "deterministic")
+    assert ran.status == 1
+    assert "deterministic: not checked" in ran.error
+    assert "no-such" in autosel(*ASK, "--require", "no-such").err
+
+
+def test_explain_predicts_an_unmeasured_layer_and_says_so(autosel, measured):
+    explain = ("explain", "olmoe-1b-7b", "--tokens", "16", "--device", "cpu")
+    assert autosel(*explain, "--json").json["answers"][0]["predicted"] == []
+    other = presets.get("qwen3-30b-a3b")
+    with Store.open(os.environ["AUTOSEL_DB"]) as store:
+        store.add_measurements(
+            replace(m, problem=other, times_us=tuple(3 * t for t in m.times_us)) for m in measured
+        )
+    ran = autosel(*explain)
+    assert ran.status == 0
+    assert "Not measured, predicted from other layers on this device; nothing is chosen" in ran.out
+    assert "used instead: " in ran.out
+    guesses = autosel(*explain, "--json").json["answers"][0]["predicted"]
+    assert {guess["backend"] for guess in guesses} == {"torch_int4", "cpu_native"}
+    assert {guess["label"] for guess in guesses} == {"predicted"}
+    # What was measured is not predicted.
+    tuned = autosel("explain", "granite-3-1b-a400m", "--tokens", "16", "--device", "cpu", "--json")
+    assert tuned.json["answers"][0]["predicted"] == []

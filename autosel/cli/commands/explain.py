@@ -23,8 +23,11 @@ from autosel.cli.report import Report, Table
 from autosel.cli.text import percent_text, time_text, tokens_text
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from autosel.core import Decision
     from autosel.explanation import Explanation
+    from autosel.predictions import Likely
 
 
 @click.command(cls=Command)
@@ -58,7 +61,8 @@ def command(
 
     Shows the winner, the runner-up and the margin between them, and every other candidate with its
     reason. Where nothing is stored for the layer on this device: what was looked for, the nearest
-    entry, each field that differs, and what is used instead.
+    entry, each field that differs, what is used instead, and, labelled, what other layers measured
+    here predict.
 
     Asked what if (--exclude, --allow-a8, --weight-budget, --histogram) it decides again from the
     stored samples, with no device, and says what that costs beside what is used now.
@@ -68,6 +72,8 @@ def command(
     from autosel.cli.target import check_routing, resolve, retype
     from autosel.device import detect
     from autosel.explanation import explain
+    from autosel.predictions import predict
+    from autosel.tiers import mode as tiers_mode
     from autosel.tiers import open_tiers
 
     policy = conditions.policy()
@@ -96,6 +102,12 @@ def command(
             answered(answer, conditions, policy, store, max(len(layer.indices), 1), timing)
             for layer, (_, answer) in zip(found.layers, answers, strict=True)
         ]
+        likely = [
+            predict(store, answer.problem, here, tokens, routing=routing, timing=tiers_mode(timing))
+            if answer.status == "not tuned"
+            else ()
+            for _, answer in answers
+        ]
         where = str(store.path) if store.path else None
     again = f"autosel sweep {retype(found, layer_options)}"
     again += "".join(
@@ -107,8 +119,8 @@ def command(
         if value != usual
     )  # fmt: skip
     parts: list[str | Table] = []
-    for (label, answer), (then, whys) in zip(answers, asked, strict=True):
-        parts += [*_heading(label, answer), *_body(answer, again)]
+    for (label, answer), (then, whys), guesses in zip(answers, asked, likely, strict=True):
+        parts += [*_heading(label, answer), *_body(answer, again), *_likely(guesses)]
         parts += [*condition_parts(label, then, whys), ""]
     data = {
         "target": found.name,
@@ -119,8 +131,9 @@ def command(
                 **answer.to_dict(),
                 "what_if": then.to_dict() if then else None,
                 "why_not": [why.to_dict() for why in whys],
+                "predicted": [guess.to_dict() for guess in guesses],
             }
-            for (label, answer), (then, whys) in zip(answers, asked, strict=True)
+            for (label, answer), (then, whys), guesses in zip(answers, asked, likely, strict=True)
         ],
     }
     return Report(data, parts[:-1])
@@ -157,6 +170,21 @@ def _body(answer: Explanation, again: str) -> list[str | Table]:
     if answer.status == "not tuned":
         parts.append(f"to tune it: {again}")
     return parts
+
+
+def _likely(guesses: Sequence[Likely]) -> list[Table]:
+    """Predictions, called so in every row: they were not measured and decide nothing."""
+    rows = [
+        (
+            guess.backend, guess.prediction.label, time_text(guess.prediction.us),
+            f"{time_text(guess.prediction.low_us)} to {time_text(guess.prediction.high_us)}",
+            guess.how,
+        )
+        for guess in guesses
+    ]  # fmt: skip
+    columns = ("backend", "status", ">time", "95 % interval", "from")
+    title = "Not measured, predicted from other layers on this device; nothing is chosen by it"
+    return [Table(columns, rows, title)] if rows else []
 
 
 def _decision(answer: Explanation) -> Table:

@@ -14,6 +14,7 @@ from autosel.cli.options import (
     device_option,
     layer_options,
     names,
+    require_option,
     routing_option,
     target_argument,
 )
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 @click.option(
     "--allow-a8", is_flag=True, help="Let backends that quantise activations to 8 bits be chosen."
 )
+@require_option
 @click.option("--dry-run", is_flag=True, help="Show the plan and do not store it.")
 @layer_options
 @routing_option
@@ -58,6 +60,7 @@ def command(
     backends: tuple[str, ...],
     exclude: tuple[str, ...],
     allow_a8: bool,
+    require: tuple[str, ...],
     dry_run: bool,
     layer_options: LayerOptions,
     routing: str,
@@ -87,6 +90,7 @@ def command(
         allow_a8=allow_a8,
         backends=planning.names(backends),
         exclude=planning.names(exclude),
+        require=require,
     )
     found = resolve(target, layer_options)
     check_routing(routing, found)

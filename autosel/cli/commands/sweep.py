@@ -212,6 +212,7 @@ def _plan(
         routing=result.routing,
         timing=(("cache", settings.timing.cache),),
         allow_a8=settings.allow_a8,
+        require=settings.require,
         layers=alike or presets.find(target.name).num_moe_layers,
     )
 
