@@ -666,3 +666,53 @@ def test_stale_and_prune_from_the_command_line(autosel, worn, tmp_path):
         assert content(Path(data["archive"]))["measurements"] == 2
         assert content(worn)["measurements"] == before["measurements"] - 2
         assert "nothing to prune" in autosel("db", "prune", "--stale", "--yes")[1]
+
+
+# what other modules keep in the same file --------------------------------------------------
+
+
+def test_every_table_merges_once_and_by_its_own_time(tmp_path):
+    """Whatever tables there are: a copy of a full file adds nothing, another file's rows come."""
+    path = tmp_path / "a.db"
+    fill(path, "a")
+    with closing(sqlite3.connect(path)) as connection:
+        tables = [
+            name
+            for kind, name in connection.execute("SELECT type, name FROM sqlite_master")
+            if kind == "table" and name[0] != "_" and not name.startswith("sqlite_")
+        ]
+    with Store.open(path) as store:
+        for table in tables:
+            _row_for(store, table)
+    shutil.copy(path, tmp_path / "copy.db")
+    with Store.open(path) as store:
+        before = {t: store.tables.connection.execute(f"SELECT count(*) FROM {t}").fetchone()[0]
+                  for t in tables}  # fmt: skip
+        assert all(before.values()), before
+        store.merge(tmp_path / "copy.db")
+        after = {t: store.tables.connection.execute(f"SELECT count(*) FROM {t}").fetchone()[0]
+                 for t in tables}  # fmt: skip
+    assert after == before
+    with Store.open(tmp_path / "new.db") as store:
+        counts = store.merge(path)
+        assert {t: counts.added[t] for t in tables} == before
+
+
+def _row_for(store: Store, table: str) -> None:
+    """A made-up row where the fixture left a table empty; columns by their declared types."""
+    connection = store.tables.connection
+    if connection.execute(f"SELECT count(*) FROM {table}").fetchone()[0]:
+        return
+    references = {r[3] for r in connection.execute(f"PRAGMA foreign_key_list({table})").fetchall()}
+    values: dict[str, object] = {}
+    for row in connection.execute(f"PRAGMA table_info({table})").fetchall():
+        name, kind, primary = row[1], row[2], row[5]
+        if primary:
+            continue
+        text = "{}" if kind == "TEXT" else 1
+        values[name] = 1 if name in references else text
+    marks = ", ".join("?" * len(values))
+    with store.tables.write():
+        connection.execute(
+            f"INSERT INTO {table} ({', '.join(values)}) VALUES ({marks})", tuple(values.values())
+        )
