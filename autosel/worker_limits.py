@@ -16,7 +16,8 @@ class StepLimits:
                   candidate's doing and large for a large layer
     pack_s        packing the weights
     first_call_s  the first call, compilation included
-    verify_s      every judged case; for a winner, besides, everything that its certificate says
+    verify_s      every judged case, and for a winner everything that its certificate says. Much of
+                  it is our own work, which grows with the layer
     call_s        one call while timing, its flush included
     memory_bytes  resident memory of the worker and the processes it started; None: what was free
                   when the step began, less a reserve
@@ -27,7 +28,7 @@ class StepLimits:
     load_s: float = 7200.0
     pack_s: float = 600.0
     first_call_s: float = 600.0
-    verify_s: float = 600.0
+    verify_s: float = 1800.0
     call_s: float = 300.0
     memory_bytes: int | None = None
     processes: int = 256

@@ -81,7 +81,7 @@ _LEAST_BUDGET_S = 0.01
 @click.option(
     "--step-limit", type=click.FloatRange(0, 86400, min_open=True), default=600.0,
     show_default=True, metavar="SECONDS",
-    help="Time that packing, the first call with its compilation, or verifying may take each.",
+    help="Time that packing or the first call, compilation included, may take; verifying: thrice.",
 )  # fmt: skip
 @click.option(
     "--eager", is_flag=True,
@@ -159,7 +159,7 @@ def command(
         resume=not fresh,
         retry_failed=retry_failed,
         isolate=isolate,
-        limits=StepLimits(pack_s=step_limit, first_call_s=step_limit, verify_s=step_limit),
+        limits=StepLimits(pack_s=step_limit, first_call_s=step_limit, verify_s=3 * step_limit),
     )
     for line in read_tuned(start_from).notes if start_from else ():
         note(line)
