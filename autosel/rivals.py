@@ -26,8 +26,14 @@ Evidence = tuple[float, float]
 
 
 def evidence(outputs: Sequence[tuple[Case, torch.Tensor]], accuracy: AccuracyClass) -> Evidence:
-    """What finite outputs say for the rival; (0, 0) for an activation that has none."""
+    """What finite outputs say for the rival; (0, 0) for an activation that has none.
+
+    Nothing of 8-bit activations: gelu's curvature turns their errors into a difference that is
+    larger than the rival's and like it.
+    """
     matched = size = 0.0
+    if accuracy == "a8":
+        return matched, size
     for case, out in outputs:
         if case.rival is None:
             continue

@@ -219,13 +219,15 @@ def false_alarms(
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=200, help="seeds of correct backends")
+    parser.add_argument("--first", type=int, default=0, help="first seed, to split the work")
     parser.add_argument("--only", default="", help="faults whose name has this text")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the CSV files")
     options = parser.parse_args()
     device = detect("cpu")
     options.out.mkdir(parents=True, exist_ok=True)
     missed = _table(options.out / "faults.csv", options.only, device)
-    refused = _seeds(options.out / "correct.csv", options.seeds, device)
+    seeds = range(options.first, options.first + options.seeds)
+    refused = _seeds(options.out / "correct.csv", seeds, device)
     return 1 if missed or refused else 0
 
 
@@ -257,7 +259,7 @@ def _table(path: Path, only: str, device: Device) -> int:
     return missed
 
 
-def _seeds(path: Path, seeds: int, device: Device) -> int:
+def _seeds(path: Path, seeds: range, device: Device) -> int:
     refused = judged_ = 0
     worst: dict[str, float] = {}
     with path.open("w", newline="") as file:
@@ -265,7 +267,7 @@ def _seeds(path: Path, seeds: int, device: Device) -> int:
         writer.writerow(
             ("seed", "weights", "problem", "backend", "status", "score", "bias", "audit")
         )
-        for seed, name, found in false_alarms(range(seeds), device):
+        for seed, name, found in false_alarms(seeds, device):
             judged_ += 1
             refused += not found
             worst[name] = max(worst.get(name, 0.0), found.score or 0.0)
