@@ -206,8 +206,9 @@ class Bench:
                 if is_new:
                     self._begin("verify", num_tokens, candidate)
                 verdict = self._verified(backend, packed, candidate, layout)
-                if is_new and verdict.status != "oom":
-                    row = replace(row, certificate=self._certified(row, packed, "quick"))
+                if is_new and verdict.status != "oom" and not is_poison(verdict.reason):
+                    certificate = self._certified(row, packed, "quick", verdict)
+                    row = replace(row, certificate=certificate)
         except CAUGHT as error:
             return self._failed(row, error, self.step)
         finally:
@@ -218,8 +219,9 @@ class Bench:
             if verdict.fault == "writes_in_bounds":
                 self.spoiled = self.spoiled or "memory of others may be overwritten"
             self._judge_process(verdict.reason)
+            status: Status = "crashed" if is_poison(verdict.reason) else verdict.status
             errors = verdict.errors or row.errors
-            return replace(row, status=verdict.status, reason=verdict.reason, errors=errors)
+            return replace(row, status=status, reason=verdict.reason, errors=errors)
         return row
 
     def _verified(
@@ -257,8 +259,8 @@ class Bench:
         self._begin("prove", row.num_tokens, row.candidate)
         try:
             packed = self._residency.get(layout).packed
-            self._verified(backend, packed, row.candidate, layout)
-            certificate = self._certified(row, packed, "full")
+            verdict = self._verified(backend, packed, row.candidate, layout)
+            certificate = self._certified(row, packed, "full", verdict)
         except CAUGHT as error:
             return self._failed(replace(row, times_us=()), error, "prove")
         finally:
@@ -270,7 +272,9 @@ class Bench:
         self._judge_process(certificate.reason)
         return replace(row, status=certificate.status, reason=certificate.reason, times_us=())
 
-    def _certified(self, row: Measurement, packed: PackedExperts, level: Level) -> Certificate:
+    def _certified(
+        self, row: Measurement, packed: PackedExperts, level: Level, verified: Verdict
+    ) -> Certificate:
         return certify(
             self._backends[row.candidate.backend],
             packed,
@@ -278,7 +282,7 @@ class Bench:
             self._suite,
             device=self._device,
             level=level,
-            verified=self.known.verdicts[row.candidate],
+            verified=verified,
         )
 
     def time(
