@@ -211,11 +211,14 @@ def _clean_decision(d: Decision) -> Decision:
     return replace(d, why=line(d.why), rejected=rejected)
 
 
+#: An absolute path, which says how somebody's machine is set up: all but its last name.
+_FOLDERS = re.compile(r"(?<![\w.:/\\])(?:[A-Za-z]:\\|/)(?:[^\s/\\'\"]+[/\\])+(?=[^\s/\\'\"])")
+
+
 def line(text: str) -> str:
-    """``text`` on one line of printable characters, cut where it is too long for a pack."""
-    shown = "".join(
-        char if char.isprintable() else ascii(char)[1:-1] for char in " ".join(text.split())
-    )
+    """``text`` for a pack: one line of printable characters, without folders, not too long."""
+    text = _FOLDERS.sub(".../", " ".join(text.split()))
+    shown = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
     return shown if len(shown) <= MAX_TEXT else shown[: MAX_TEXT - 4] + " ..."
 
 

@@ -109,7 +109,7 @@ def times_us(value: Any, where: str) -> tuple[float, ...]:
     """Samples in microseconds; like :func:`numbers`, places are written out only for a refusal."""
     if isinstance(value, list) and len(value) <= MAX_ITEMS:
         kinds = {type(item) for item in value}
-        if kinds <= {float} and (not value or (0 < min(value) and max(value) <= MAX_US)):
+        if kinds <= {float} and (not value or (min(value) > 0 and max(value) <= MAX_US)):
             return tuple(value)
     return tuple(items(value, where, time_us))
 

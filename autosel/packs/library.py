@@ -27,15 +27,20 @@ def load(path: Path, *, signed: bool = True) -> Pack | None:
     ``signed``: where ``$AUTOSEL_PACK_KEY`` names a key, only what is signed with it is used.
     """
     try:
-        pack = _read(*_state(path))
-        check_known(pack, str(path))
-        key = signing.required_key() if signed else None
-        if key is not None:
-            signing.verify(pack, key, str(path))
-        return pack
+        return usable(path, signed=signed)
     except AutoselError as error:
         warnings.warn(f"pack not used: {error}", PackWarning, stacklevel=3)
         return None
+
+
+def usable(path: Path, *, signed: bool = True) -> Pack:
+    """:func:`load`, raising AutoselError with the reason in one line."""
+    pack = _read(*_state(path))
+    check_known(pack, str(path))
+    key = signing.required_key() if signed else None
+    if key is not None:
+        signing.verify(pack, key, str(path))
+    return pack
 
 
 def mentions(path: Path, problem: Problem) -> bool:

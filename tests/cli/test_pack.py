@@ -412,3 +412,24 @@ def test_check_runs_a_compatible_pack_once(autosel, measured, tmp_path, monkeypa
         assert answer["origin"]["grade"] == "compatible"
         autosel("pack", "check", measured, "--again", *fresh)
         assert len(ran_for) == 2
+
+
+def test_list_shows_every_place_in_order(autosel, measured, tmp_path):
+    assert autosel("pack", "list").out.strip() == "no packs"
+    out = tmp_path / "a.json"
+    autosel("pack", measured, "-o", out)
+    autosel("pack", "install", out, measured)
+    autosel("pack", "install", out)
+    (tmp_path / "autosel-packs" / "bad.json").write_text("{")
+    (tmp_path / "builtin").mkdir()
+    content.write(pack(), tmp_path / "builtin" / "x.json")
+    ran = autosel("pack", "list", measured, "--json")
+    assert ran.status == 0
+    found = {(item["tier"], item["grade"]) for item in ran.json["packs"]}
+    assert found == {
+        ("user", "exact"), ("user", "not used"), ("model", "exact"), ("built-in", "not used"),
+    }  # fmt: skip
+    with pretend(replace(detect("cpu"), threads=77)):
+        ran = autosel("pack", "list", measured)
+    assert "device.threads: made with" in ran.out
+    assert "not valid JSON" in ran.out

@@ -182,3 +182,36 @@ def test_certificates_and_plans_travel(tmp_path):
 
 def test_row_helper_is_stored_as_measured():
     assert row().times_us[0] == 10.0
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("cannot open /home/anna/models/x.so: no", "cannot open .../x.so: no"),
+        ("File '/work/a b/c.py', line 3", "File '.../a b/c.py', line 3"),
+        ('"/opt/x/y.so"', '".../y.so"'),
+        ("C:\\Users\\anna\\x.dll is missing", ".../x.dll is missing"),
+        ("found 1/2, and/or a/b/c at 3.5 us/call", "found 1/2, and/or a/b/c at 3.5 us/call"),
+        ("see https://docs.example.org/a/b", "see https://docs.example.org/a/b"),
+        ("two\nlines\tand \x1b[31mred", "two lines and \\x1b[31mred"),
+        ("/ and /x stay", "/ and /x stay"),
+        ("a" * 5000, "a" * 3996 + " ..."),
+    ],
+)
+def test_reasons_tell_nothing_about_somebodys_folders(text, expected):
+    from autosel.packs.build import line
+
+    assert line(text) == expected
+
+
+def test_what_ships_is_sound():
+    """Every pack among the results: whole, canonical, of known backends, with its origin."""
+    from autosel.packs.library import unknown_backends
+
+    root = Path(__file__).resolve().parents[2] / "results"
+    for path in sorted(root.glob("*/packs/*.json")):
+        found = content.read(path)
+        assert path.read_bytes() == content.to_bytes(found), f"{path} is not canonical"
+        assert unknown_backends(found) == (), path
+        assert found.models, path
+        assert all(source.device.name for source in found.sources), path
