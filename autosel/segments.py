@@ -33,6 +33,8 @@ from autosel.tables import Row, Tables
 
 #: A segment of this size is finished: each commit writes the whole of an unfinished one.
 SEGMENT_BYTES = 1 << 20
+#: Most looks at a folder in which files are replaced all the time.
+LOOKS = 100
 #: Added to a database's path, it names the folder of segments in its place.
 SUFFIX = ".segments"
 
@@ -195,26 +197,42 @@ class SegmentTables(Tables):
     # reading ---------------------------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Merge what others have written since the last look."""
-        try:
-            found = segment_files(self._folder)
-        except FileNotFoundError:
-            return
-        for place, files in found.items():
-            if place[0] == self._writer:
-                continue
-            seen = self._seen.setdefault(place, _Seen())
-            for path in files:  # an older version counts only where the newer one is not whole
-                version = int(path.stem.split("-")[2])
-                if version <= seen.version or self._merge(path, seen):
-                    seen.version = max(seen.version, version)
-                    break
+        """Merge what others have written since the last look.
+
+        A file that is gone when it is to be read was replaced by a newer one, so that another look
+        finds its rows: what was committed before a query is in its answer.
+        """
+        for _ in range(LOOKS):
+            try:
+                found = segment_files(self._folder)
+            except FileNotFoundError:
+                return
+            others = [item for item in found.items() if item[0][0] != self._writer]
+            if not any(self._take(place, files) for place, files in others):
+                return
+
+    def _take(self, place: tuple[str, int], files: list[Path]) -> bool:
+        """Merge the newest version that is whole; whether one was replaced in the meantime."""
+        seen = self._seen.setdefault(place, _Seen())
+        for path in files:
+            version = int(path.stem.split("-")[2])
+            if version <= seen.version:
+                return False
+            try:
+                merged = self._merge(path, seen)
+            except FileNotFoundError:
+                return True
+            if merged:
+                seen.version = version
+                return False
+        return False
 
     def _merge(self, path: Path, seen: _Seen) -> bool:
+        """Copy a segment's rows; False, with a warning, when it is not whole."""
         try:
             source = read_segment(path)
-        except FileNotFoundError:  # its writer has replaced it; the next look finds the new one
-            return False
+        except FileNotFoundError:
+            raise
         except (UnusableError, OSError, sqlite3.Error) as error:
             self._tell(path, " ".join(str(error).split()))
             return False

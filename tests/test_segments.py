@@ -288,6 +288,24 @@ def test_the_newest_counts_whoever_stored_it(place):
         assert store.measurements(history=True) == [slow, fast]
 
 
+def test_a_file_that_is_replaced_while_it_is_looked_for_costs_no_row(place, monkeypatch):
+    """A reader lists a version, the writer replaces it, and only then does the reader open it."""
+    with opened(place) as writer:
+        writer.add_measurement(measured(num_tokens=1))
+        listing, replaced = segments.segment_files, []
+
+        def slow(folder: Path):
+            found = listing(folder)
+            if len(replaced) < 3:
+                replaced.append(1)
+                writer.add_measurement(measured(num_tokens=1 + len(replaced)))
+            return found
+
+        monkeypatch.setattr(segments, "segment_files", slow)
+        with opened(place) as reader:
+            assert [m.num_tokens for m in reader.measurements()] == [1, 2, 3, 4]
+
+
 PRELUDE = textwrap.dedent("""
     import os, select, sys, time, warnings
     sys.path[:0] = [{here!r}]
