@@ -31,13 +31,21 @@ def by_plan(
     """
     copies = [item.layout for item in plan.resident]
     planned = [_planned(plan, item) for item in plan.buckets if usable(item)]
-    rest = []
-    for decision in decided:
-        found = [d for layout in copies if (d := best(decision.bucket, layout)) is not None]
-        # Where no resident copy serves, the tokens get what does: a call must not fail.
-        chosen = min(found, key=lambda d: (d.winner_us, d.winner.layout), default=decision)
-        rest.append(compared(replace(chosen, bucket=decision.bucket), decision))
-    return list(newest_cover([*planned, *rest]))
+    # The planned ones come first and are apart, so none of them is cut.
+    cover = newest_cover([*planned, *decided])
+    return [d if d in planned else _restricted(d, copies, best) for d in cover]
+
+
+def _restricted(decision: Decision, copies: Sequence[str], best: Best) -> Decision:
+    """The best on a resident copy for a decision's tokens.
+
+    Where no resident copy serves, the tokens keep what does: a call must not fail.
+    """
+    if decision.winner.layout in copies:
+        return decision
+    found = [d for layout in copies if (d := best(decision.bucket, layout)) is not None]
+    chosen = min(found, key=lambda d: (d.winner_us, d.winner.layout), default=decision)
+    return compared(replace(chosen, bucket=decision.bucket), decision)
 
 
 def one_copy(

@@ -18,6 +18,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from autosel import stats
 from autosel.core import Measurement
@@ -90,11 +91,18 @@ def summary(m: Measurement) -> stats.Summary | None:
     return stats.summarize(ranking(m).times_us, stats.ranking_quantile(m.device.kind))
 
 
+@lru_cache(maxsize=512)  # 32 kB each; a plan asks for the same candidate several times
+def _estimate(
+    times_us: tuple[float, ...], quantile: float, blocks: tuple[int, ...]
+) -> stats.Estimate:
+    return stats.estimate(times_us, quantile, blocks=blocks)
+
+
 def estimate(m: Measurement) -> stats.Estimate:
     """The ranking samples' estimate, for comparing; AutoselError for samples that are no times."""
     found = ranking(m)
     quantile = stats.ranking_quantile(m.device.kind)
-    result = stats.estimate(found.times_us, quantile, blocks=found.blocks)
+    result = _estimate(found.times_us, quantile, found.blocks)
     return result if found.clean else result.unsettled()
 
 
