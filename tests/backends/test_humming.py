@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from autosel import reference
 from autosel.backends import humming
 from autosel.backends.batched_humming import BatchedHumming
 from autosel.backends.humming import MASKED, Humming
-from autosel.core import Device, Problem
+from autosel.core import Device, Problem, QuantWeight
 from autosel.errors import UnsupportedError
+from autosel.packing import pack_last, unpack_last
 from tests.backends import adapters, stub_ops
 from tests.backends.adapters import H200, check_slots_served_elsewhere, stand_in, without_vllm
 from tests.layouts import make, marlin_simulation
@@ -288,3 +290,28 @@ def test_batched_slots_served_elsewhere() -> None:
     with pytest.raises(UnsupportedError, match="kind"):
         adapters.check(BATCHED, CASES["plain"], kind="indexed")
     assert set(BATCHED.space(CASES["plain"], 4, H200).choices["kind"]) == {MASKED}
+
+
+def test_weights_without_the_lowest_code_are_the_same_kernel() -> None:
+    """The package's own converter re-encodes such weights, and so times another kernel for them:
+    made-up weights, in which every code occurs, would say nothing about them.
+    """
+    problem = make.problem(256, 128, group=64)
+    experts = make.experts(problem)
+
+    def raised(weight: QuantWeight) -> QuantWeight:
+        codes = unpack_last(weight.codes, 4, weight.num_inputs).clamp(min=1)
+        return replace(weight, codes=pack_last(codes, 4))
+
+    without = replace(experts, w13=raised(experts.w13), w2=raised(experts.w2))
+    x = torch.randn(5, 256).to(torch.bfloat16)
+    routed = adapters.routing(problem, 5)
+    made = []
+    for one in (experts, without):
+        calls.clear()
+        out = torch.full_like(x, float("nan"))
+        BACKEND.run(BACKEND.layout(problem, {}).pack(one), x, routed, {}, out)
+        made.append([dict(call) for call in calls])
+        assert adapters.relative_error(out, reference.moe(x, one, routed)) < 1.2e-2
+    assert made[0] == made[1]
+    assert humming.layer_config(problem, "w13", "cpu").schema.b_dtype == "uint4"
