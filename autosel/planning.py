@@ -103,7 +103,7 @@ def plan_model(
     budgets = [policy.budget] * len(kinds)
     if policy.budget.total_bytes is not None and len(kinds) > 1:
         sizes = [
-            layers * smallest_copy(measurements(store, problem, device, routing, timing))
+            layers * smallest_copy(_stored(store, problem, device, routing, timing))
             for problem, layers in kinds
         ]
         whole = max(sum(sizes), 1)
@@ -127,15 +127,22 @@ def measurements(
     store: Store, problem: Problem, device: Device, routing: str, timing: Timing
 ) -> list[Measurement]:
     """What is stored of one layer; NothingUsableError when that is nothing."""
-    # Nothing stored is about a device without a name.
-    known = bool(device.name.strip())
-    rows = store.measurements(problem, device, routing, timing=timing) if known else []
+    rows = _stored(store, problem, device, routing, timing)
     if not rows:
+        where = device.name.strip() or "an unnamed device"
         raise NothingUsableError(
-            f"nothing is stored for {problem.key} on {device.name or 'an unnamed device'} with "
-            f"{routing} routing; a sweep measures it"
+            f"nothing is stored for {problem.key} on {where} with {routing} routing; "
+            "a sweep measures it"
         )
     return rows
+
+
+def _stored(
+    store: Store, problem: Problem, device: Device, routing: str, timing: Timing
+) -> list[Measurement]:
+    # Nothing stored is about a device without a name.
+    known = bool(device.name.strip())
+    return store.measurements(problem, device, routing, timing=timing) if known else []
 
 
 def smallest_copy(rows: Sequence[Measurement]) -> int:
