@@ -232,6 +232,8 @@ class WorkerBench:
         # A sweep in which one candidate took its worker down often has more of them.
         self._spare = Worker(self._limits, self._cases) if self._deaths else None
         on_cpu = self._device.torch_device == "cpu"
+        if not on_cpu:  # what this process has cached there, the worker could not get
+            getattr(torch, self._device.torch_device).empty_cache()
         setup = Setup(
             source=self._source,
             settings=self._settings,
@@ -305,3 +307,7 @@ class WorkerBench:
     def _reason(self, candidate: Candidate, death: WorkerDiedError) -> str:
         where = f"{candidate.backend} {death.step}: "
         return death.reason if death.reason.startswith(where) else where + death.reason
+
+
+#: Where candidates run.
+AnyBench = Bench | WorkerBench
