@@ -141,7 +141,7 @@ def compare_results(
                 + _known(second), "at least one, on the same device",
             )
         )  # fmt: skip
-    machines: dict[tuple[str, tuple[Difference, ...]], None] = {}
+    machines: list[tuple[str, tuple[Difference, ...]]] = []
     for one, two in pairs:
         fields = (
             *hardware_differences(one.device, two.device),
@@ -149,8 +149,9 @@ def compare_results(
         )
         # An unnamed device differs from itself; that is for look-ups, not for telling changes.
         real = tuple(item for item in fields if item.wanted != item.stored)
-        if real:
-            machines[one.device.name or "(no name)", real] = None
+        told = (one.device.name or "(no name)", real)
+        if real and told not in machines:
+            machines.append(told)
     return ResultDiff(
         cells,
         tuple(change for one, two in pairs for change in _statuses(one, two)),

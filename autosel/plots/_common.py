@@ -61,7 +61,8 @@ class Kind:
 
 def series_name(backend: str, accuracy: str) -> str:
     """What the legend calls a backend; 8-bit activations are always marked."""
-    return backend if accuracy == "exact" else f"{backend} ({accuracy})"
+    name = printable(backend)
+    return name if accuracy == "exact" else f"{name} ({accuracy})"
 
 
 def need(table: pd.DataFrame, what: str, expected: str = "at least one to draw") -> None:
@@ -189,7 +190,8 @@ def text_inches(text: str, points: float) -> float:
 
 
 def shortened(text: str, inches: float, points: float) -> str:
-    """``text``, its middle left out where it would be wider than ``inches``."""
+    """``text``, its middle left out where it would be wider than ``inches``; safe to draw."""
+    text = printable(text)
     room = max(int(inches * 72 / (points * 0.58)), 5)
     if len(text) <= room:
         return text
@@ -215,7 +217,9 @@ def legend_room(frame: Frame, entries: Iterable[str]) -> tuple[float, float, Leg
     width, height = map(float, frame.figure.get_size_inches())
     names = list(entries)
     beside = frame.inches[0] >= NARROW
-    entry = 0.62 + 0.07 * max(map(len, names))  # line sample and name, in inches
+    # Line sample and name, in inches; a name is cut rather than the axes.
+    most = frame.inches[0] * (0.33 if beside else 1.0)
+    entry = min(0.62 + 0.07 * max(map(len, names)), most)
     columns = 1 if beside else max(1, int(frame.inches[0] // entry))
     rows = 0 if beside else -(-len(names) // columns)
     right = frame.right - (entry / width if beside else 0.05 / width)
@@ -223,8 +227,9 @@ def legend_room(frame: Frame, entries: Iterable[str]) -> tuple[float, float, Leg
 
     def legend(handles: Any, labels: Any) -> None:
         at = (right + 0.08 / width, ceiling) if beside else (frame.left, frame.top)
+        fitting = [shortened(label, (entry - 0.62) * 1.15, 8.5) for label in labels]
         frame.figure.legend(
-            handles, labels, ncols=columns, borderaxespad=0, borderpad=0.1, handlelength=3,
+            handles, fitting, ncols=columns, borderaxespad=0, borderpad=0.1, handlelength=3,
             labelspacing=0.35, columnspacing=1.0, loc="upper left", bbox_to_anchor=at,
         )  # fmt: skip
 
