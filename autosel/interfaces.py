@@ -134,6 +134,8 @@ class Backend(ABC):
     summary: ClassVar[str]
     #: Distributions whose versions belong to the key of a stored decision.
     distributions: ClassVar[tuple[str, ...]] = ()
+    #: One of autosel's own kernels; those are tried first where time is short.
+    ours: ClassVar[bool] = False
     #: Extra to install when the operator is missing, for the reason.
     extra: ClassVar[str | None] = None
 

@@ -21,7 +21,16 @@ import platformdirs
 
 from autosel.errors import UnsupportedError
 
-SOURCES = ("wna16_moe.cpp", "wna16_act.h", "wna16_dot.h", "wna16_vec.h")
+SOURCES = (
+    "wna16_moe.cpp",
+    "wna16_layer.h",
+    "wna16_act.h",
+    "wna16_amx.h",
+    "wna16_amx_emulated.h",
+    "wna16_dot.h",
+    "wna16_int8.h",
+    "wna16_vec.h",
+)
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi")
 _TIMEOUT_S = 300
 

@@ -7,15 +7,28 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from typing import ClassVar
 
 import torch
 
 from autosel import native
-from autosel.core import Device, Params, Problem, Routing, Support
+from autosel.core import AccuracyClass, Device, Params, Problem, Routing, Support
+from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
 from autosel.layouts.panel16 import Panel16Layout
 
+#: ``Wna16Dot``: how codes meet activations, and the instruction sets of the processor it takes.
+_DOTS = {
+    "fp32": (0, ()),
+    "bf16": (1, ("avx512_bf16",)),
+    "amx": (2, ("avx512_bf16", "amx_bf16", "amx_int8")),
+    "int8": (3, ("avx512_vnni",)),
+    "amx_int8": (4, ("avx512_vnni", "amx_bf16", "amx_int8")),
+}
+_A8 = ("int8", "amx_int8")
+#: Rows an expert from which tiles are the better first guess.
+_TILE_ROWS = 4
 _DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 #: Activation code of the C++ source, and the model constants where its formula fixes them.
 _ACTIVATIONS = {
@@ -61,7 +74,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *[(n, ctypes.c_void_p) for n in ("x", "ids", "weights", "out", "workspace")],
         *[(n, ctypes.c_int64) for n in ("tokens", "top_k")],
-        *[(n, ctypes.c_int32) for n in ("threads", "bf16_dot")],
+        *[(n, ctypes.c_int32) for n in ("threads", "dot")],
     ]
 
 
@@ -118,9 +131,12 @@ class CpuNativeBackend(Backend):
 
     name: ClassVar[str] = "cpu_native"
     summary: ClassVar[str] = "our fused C++ kernel, exact weights, built here at first use"
+    ours: ClassVar[bool] = True
 
     def __init__(self) -> None:
         self._local = threading.local()
+        # Built once a packed layer: the call itself may take 20 us at one token.
+        self._layers: weakref.WeakKeyDictionary[PackedExperts, _Layer] = weakref.WeakKeyDictionary()
 
     def available(self, device: Device) -> Support:
         needs = Requirements()
@@ -140,10 +156,20 @@ class CpuNativeBackend(Backend):
 
     def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
         # vdpbf16ps is twice the fp32 rate on AMD Zen 4 and half of it on Intel Sapphire Rapids,
-        # so where both paths exist the choice is measured.
-        if problem.act_dtype == "bfloat16" and "avx512_bf16" in device.flags:
-            return Space({"dot": "bf16"}, {"dot": ("bf16", "fp32")})
-        return Space({"dot": "fp32"})
+        # so where both exist the choice is measured.
+        names = [
+            name
+            for name, (_, sets) in _DOTS.items()
+            if set(sets) <= set(device.flags)
+            and (problem.act_dtype == "bfloat16" or name not in ("bf16", "amx"))
+        ]
+        rows = num_tokens * problem.top_k / problem.num_experts
+        wanted = ("amx", "bf16", "fp32") if rows >= _TILE_ROWS else ("bf16", "fp32")
+        default = {"dot": next(name for name in wanted if name in names)}
+        return Space(default, {"dot": tuple(names)} if len(names) > 1 else {})
+
+    def accuracy(self, params: Params) -> AccuracyClass:
+        return "a8" if params.get("dot") in _A8 else "exact"
 
     def run(
         self,
@@ -154,7 +180,15 @@ class CpuNativeBackend(Backend):
         out: torch.Tensor,
     ) -> torch.Tensor:
         library = native.load()
-        layer = _layer(packed)
+        layer = self._layers.get(packed)
+        if layer is None:
+            layer = self._layers[packed] = _layer(packed)
+        name = str(params.get("dot", "fp32"))
+        dot = _DOTS[name][0]
+        if not library.wna16_can(dot):
+            raise UnsupportedError(
+                field_error(self.name, "dot", name, "one that compiler, processor and system allow")
+            )
         call = _Call(
             x.data_ptr(),
             routing.topk_ids.data_ptr(),
@@ -164,7 +198,7 @@ class CpuNativeBackend(Backend):
             x.shape[0],
             routing.topk_ids.shape[1],
             torch.get_num_threads(),
-            params.get("dot", "fp32") == "bf16",
+            dot,
         )
         needed = int(library.wna16_workspace_bytes(ctypes.byref(layer), ctypes.byref(call)))
         call.workspace = self._workspace(needed).data_ptr()

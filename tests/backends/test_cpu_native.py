@@ -1,5 +1,6 @@
 """The C++ kernel on every instruction set this machine can run, and under the sanitizers."""
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from autosel import native, reference
-from autosel.backends.cpu_native import CpuNativeBackend
+from autosel.backends.cpu_native import _A8, _DOTS, CpuNativeBackend
 from autosel.core import (
     ACTIVATIONS,
     Activation,
@@ -23,6 +24,7 @@ from autosel.core import (
     QuantWeight,
     Routing,
 )
+from autosel.device import detect
 from autosel.dispatch import apply
 from autosel.errors import UnsupportedError
 from autosel.packing import pack_last
@@ -37,8 +39,22 @@ BUILDS = {
     (native.host_arch(),): "",
     ("-march=x86-64-v3", "-O1"): "avx2",
     ("-march=x86-64", "-O1"): "sse2",
+    # Intel's tile instructions in plain C++; the real ones run in the first build where they exist.
+    (native.host_arch(), "-O1", "-DWNA16_EMULATE_AMX"): "avx512_bf16",
 }
 TOLERANCE = {"bfloat16": 5e-3, "float16": 1e-3, "float32": 2e-6}
+#: 8-bit activations: 127 steps for the largest value of a group, twice, and the activation between.
+A8_TOLERANCE = 4e-2
+
+
+def dots(act_dtype):
+    """The products that the loaded build and this processor can do."""
+    can = [name for name, (number, _) in _DOTS.items() if native.load().wna16_can(number)]
+    return [name for name in can if act_dtype == "bfloat16" or name not in ("bf16", "amx")]
+
+
+def tolerance(act_dtype, dot):
+    return A8_TOLERANCE if dot in _A8 else TOLERANCE[act_dtype]
 
 
 def random_weight(generator, experts, outputs, inputs, scheme, bias):
@@ -122,13 +138,79 @@ def build(request, monkeypatch):
 @pytest.mark.parametrize("act_dtype", TOLERANCE)
 @pytest.mark.parametrize("num_bits", [4, 8])
 def test_schemes_match_the_reference(build, num_bits, act_dtype):
-    dots = ("bf16", "fp32") if act_dtype == "bfloat16" else ("fp32",)
     for group, symmetric, act_order in itertools.product((8, -1), (True, False), (True, False)):
         scheme = QuantScheme(num_bits, group, symmetric, act_order, "float16")
         experts = random_layer(scheme, act_dtype=act_dtype)
-        for dot, num_tokens in itertools.product(dots, (1, 15)):
+        for dot, num_tokens in itertools.product(dots(act_dtype), (1, 15)):
             found = error(experts, num_tokens, {"dot": dot})
-            assert found < TOLERANCE[act_dtype], (scheme, dot, num_tokens)
+            assert found < tolerance(act_dtype, dot), (scheme, dot, num_tokens)
+
+
+@pytest.mark.parametrize("num_bits", [4, 8])
+@pytest.mark.parametrize("group", [64, 128, -1])
+def test_tiles_match_the_reference(build, num_bits, group):
+    """Sizes and groups that tiles take whole; 200 rows an expert are two blocks and odd ends."""
+    tiles = [dot for dot in dots("bfloat16") if dot.startswith("amx")]
+    if not tiles:
+        pytest.skip("this build or processor has no tile unit")
+    for symmetric, act_order in itertools.product((True, False), (True, False)):
+        scheme = QuantScheme(num_bits, group, symmetric, act_order, "float16")
+        experts = random_layer(scheme, bias=act_order, sizes=(3, 256, 128))
+        for dot, num_tokens in itertools.product(tiles, (1, 7, 40, 300)):
+            found = error(experts, num_tokens, {"dot": dot})
+            assert found < tolerance("bfloat16", dot), (scheme, dot, num_tokens)
+
+
+def test_tiles_read_no_value_of_another_row(build):
+    """Rows beyond an expert's last are read into tiles; a NaN there must not reach a product."""
+    experts = random_layer(QuantScheme(4, 64, True), sizes=(3, 256, 128))
+    backend = CpuNativeBackend()
+    for dot in dots("bfloat16"):
+        packed = backend.layout(experts.problem, {"dot": dot}).pack(experts)
+        x, routing = random_call(experts.problem, 50)
+        clean = apply(backend, packed, x, routing, {"dot": dot})
+        x[17] = torch.nan
+        dirty = apply(backend, packed, x, routing, {"dot": dot})
+        assert dirty[17].isnan().all(), dot
+        others = torch.arange(50) != 17
+        assert torch.equal(dirty[others], clean[others]), dot
+
+
+def test_a_product_the_processor_lacks_is_refused(monkeypatch):
+    narrow = functools.partial(native.build, ("-march=x86-64", "-O1"))
+    if not X86:
+        pytest.skip("the narrow build is for x86-64")
+    monkeypatch.setattr(native, "load", narrow)
+    experts = random_layer(QuantScheme(4, 8, True))
+    for dot in ("bf16", "amx", "int8", "amx_int8"):
+        with pytest.raises(UnsupportedError, match=f"found {dot}"):
+            error(experts, 3, {"dot": dot})
+
+
+def test_eight_bit_activations_are_a_class_of_their_own():
+    backend = CpuNativeBackend()
+    found = {dot: backend.accuracy({"dot": dot}) for dot in _DOTS}
+    assert found == {
+        "fp32": "exact",
+        "bf16": "exact",
+        "amx": "exact",
+        "int8": "a8",
+        "amx_int8": "a8",
+    }
+
+
+@pytest.mark.parametrize("flags", [(), ("avx512_bf16",), ("avx512_bf16", "amx_bf16", "amx_int8")])
+@pytest.mark.parametrize("num_tokens", [1, 64])
+def test_space_offers_what_the_processor_has(flags, num_tokens):
+    scheme = QuantScheme(4, 8, True)
+    problem = random_layer(scheme).problem
+    device = dataclasses.replace(detect("cpu"), flags=flags)
+    space = CpuNativeBackend().space(problem, num_tokens, device)
+    names = set(space.choices.get("dot", (space.default["dot"],)))
+    assert ("amx" in names) == ("amx_bf16" in flags)
+    assert ("bf16" in names) == ("avx512_bf16" in flags)
+    assert space.default["dot"] in names
+    assert CpuNativeBackend().accuracy(space.default) == "exact"
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -149,8 +231,8 @@ def test_mixed_bits_and_odd_sizes(build):
     experts = random_layer(
         QuantScheme(4, 32, True), QuantScheme(8, -1, False), bias=True, sizes=(3, 160, 100)
     )
-    for num_tokens in (1, 2, 3, 4, 5, 6, 13):
-        assert error(experts, num_tokens, {"dot": "bf16"}) < TOLERANCE["bfloat16"]
+    for dot, num_tokens in itertools.product(dots("bfloat16"), (1, 2, 3, 4, 5, 6, 13)):
+        assert error(experts, num_tokens, {"dot": dot}) < tolerance("bfloat16", dot)
 
 
 def test_act_order_cut_by_a_rank_is_refused():
@@ -180,20 +262,23 @@ def test_build_survives_a_cache_folder_that_cannot_be_written(monkeypatch, tmp_p
 SANITIZED = """
 import torch
 from autosel import native
-native.load = lambda: native.build((native.host_arch(), "-O1", "-g", "-fsanitize=address,undefined",
-                                    "-fno-sanitize-recover=undefined"))
+native.load = lambda: native.build((native.host_arch(), "-O1", "-fsanitize=address,undefined",
+                                    "-fno-sanitize-recover=undefined", "-DWNA16_EMULATE_AMX"))
 from tests.backends.test_cpu_native import *
 for num_bits in (4, 8):
     for act_dtype in TOLERANCE:
-        scheme = QuantScheme(num_bits, 8, False, True)
-        experts = random_layer(scheme, act_dtype=act_dtype, bias=True, sizes=(3, 72, 41 + 7))
-        for tokens in (1, 3, 13):
-            assert error(experts, tokens, {"dot": "bf16"}) < TOLERANCE[act_dtype]
+        for group, sizes in ((8, (3, 72, 41 + 7)), (64, (3, 128, 192))):
+            scheme = QuantScheme(num_bits, group, False, True)
+            experts = random_layer(scheme, act_dtype=act_dtype, bias=True, sizes=sizes)
+            for dot in dots(act_dtype):
+                for tokens in (1, 3, 29):
+                    assert error(experts, tokens, {"dot": dot}) < tolerance(act_dtype, dot)
 print("clean")
 """
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # instrumented code of every path: 35 s of compilation on a quiet core
 def test_sanitizers_find_nothing():
     asan = subprocess.run(
         [native.compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True
