@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from autosel.core import Decision
 from autosel.deadline import LEAST_S, Deadline
 from autosel.errors import AutoselError
 from autosel.interfaces import Space
+from autosel.store import Store
 from autosel.timing import TimingSettings
 from autosel.tune_types import SweepSettings
 from tests.fakes import Clock, FakeBackend, registered
@@ -88,6 +91,26 @@ def test_a_search_ends_with_its_share_and_says_how_far_it_came() -> None:
     (cut,) = result.cuts
     assert "search ended after" in cut.text
     assert result.decision(4).winner.backend == "tuned"
+
+
+def test_a_race_that_was_cut_is_run_again_by_a_later_sweep() -> None:
+    clock = Clock()
+    rng = random.Random(0)
+
+    def noisy(routing: object, params: object) -> float:
+        return 100.0 * rng.lognormvariate(0, 0.1)
+
+    timing = TimingSettings(rounds=60, samples_per_round=1, limit_s=1e9)
+    fakes = {"a": FakeBackend(clock, noisy), "b": FakeBackend(clock, noisy)}
+    with Store.open(":memory:") as store, registered(**fakes):
+        first = run(clock, store=store, token_counts=(1,), timing=timing, budget_s=1e-3)
+        again = run(clock, store=store, token_counts=(1,), timing=timing)
+        third = run(clock, store=store, token_counts=(1,), timing=timing)
+    assert first.cuts[0].unsettled or first.cuts[0].untried
+    assert again.cuts == ()
+    assert {len(m.times_us) for m in again.measurements} == {60}
+    assert len({dict(m.timing)["race"] for m in again.measurements}) == 1, "raced together"
+    assert third.measurements == again.measurements, "and that one is kept"
 
 
 def test_bad_budgets_are_refused() -> None:
