@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from functools import cache
 from typing import Any
 
 from sqlite_utils import Database, Migrations
@@ -385,7 +386,8 @@ def is_newer(applied: set[str]) -> bool:
     return bool(applied - known())
 
 
-def known() -> set[str]:
+@cache
+def known() -> frozenset[str]:
     """Names of the steps that this version has."""
     # An empty database has applied none, so every step is pending.
-    return {step.name for step in MIGRATIONS.pending(Database(memory=True))}
+    return frozenset(step.name for step in MIGRATIONS.pending(Database(memory=True)))

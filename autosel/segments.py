@@ -24,11 +24,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from autosel import sqlite_file
+from autosel import migrations, sqlite_file
 from autosel.errors import StoreError
 from autosel.rows import StoreWarning
 from autosel.sqlite_file import UnusableError
-from autosel.store_merge import Copier, Known
+from autosel.store_merge import Copier, Known, describe
 from autosel.tables import Row, Tables
 
 #: A segment of this size is finished: each commit writes the whole of an unfinished one.
@@ -71,11 +71,21 @@ def read_segment(path: Path) -> sqlite3.Connection:
     content = path.read_bytes()
     if not path.stem.endswith(_digest(content)):
         raise sqlite3.DatabaseError("its content is not what its name says")
-    raw = sqlite3.connect(":memory:", isolation_level=None)
-    with contextlib.closing(raw):
-        raw.deserialize(content)
-        sqlite_file.check_content(path, raw, len(content))
-    return sqlite_file.from_bytes(content)
+    connection = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+    try:
+        connection.deserialize(content)
+        # Its hash says that it is whole, so that only its age is left to look at.
+        rows = connection.execute("SELECT name FROM _sqlite_migrations WHERE migration_set = ?",
+                                  (migrations.NAME,)).fetchall()  # fmt: skip
+        applied = {name for (name,) in rows}
+        if migrations.is_newer(applied):
+            raise UnusableError(f"{path} was written by a newer autosel; it was left untouched")
+        if applied != migrations.known():
+            sqlite_file.prepare(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 class SegmentTables(Tables):
@@ -87,6 +97,7 @@ class SegmentTables(Tables):
     def __init__(self, base: sqlite3.Connection, folder: Path) -> None:
         super().__init__(base, folder)
         self._folder = folder
+        self._schema = describe(base)
         self._seen: dict[tuple[str, int], _Seen] = {}
         self._told: set[str] = set()
         self._writer = uuid.uuid4().hex
@@ -157,7 +168,9 @@ class SegmentTables(Tables):
         known = dict(self._copied)
         self._own.execute("BEGIN")
         try:
-            copier = Copier(self._connection, self._own, known=known, dedupe=False)
+            copier = Copier(
+                self._connection, self._own, known=known, dedupe=False, tables=self._schema
+            )
             for table, number in dict.fromkeys(self._pending):
                 copier.row(table, number, again=table == "sweeps")
             self._own.execute("COMMIT")
@@ -240,7 +253,9 @@ class SegmentTables(Tables):
             known = dict(seen.known)
             self._connection.execute("BEGIN IMMEDIATE")
             try:
-                copier = Copier(source, self._connection, known=known, dedupe=False)
+                copier = Copier(
+                    source, self._connection, known=known, dedupe=False, tables=self._schema
+                )
                 copier.everything()
                 for (number,) in source.execute("SELECT id FROM sweeps").fetchall():
                     copier.row("sweeps", number, again=True)

@@ -15,7 +15,6 @@ import sqlite3
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 #: Row numbers in the target by table and row number in the source; None: not copied.
@@ -25,7 +24,7 @@ _NUMBER, _CREATED, _SAMPLES = "id", "created", "times_us"
 
 
 @dataclass(frozen=True, slots=True)
-class _Table:
+class Table:
     """Columns that are stored; ``key`` identifies a row, ``references`` maps column to table."""
 
     name: str
@@ -33,6 +32,10 @@ class _Table:
     nullable: tuple[str, ...]
     key: tuple[str, ...]
     references: Mapping[str, str]
+
+
+#: Tables by name, those that others refer to first.
+Schema = Mapping[str, Table]
 
 
 @dataclass(slots=True)
@@ -50,6 +53,7 @@ class Copier:
 
     ``known``   results of an earlier copier with the same source, to go on from
     ``dedupe``  False where the caller knows that no row was copied before
+    ``tables``  :func:`describe` of either, for a caller that copies often
     """
 
     def __init__(
@@ -59,9 +63,11 @@ class Copier:
         *,
         known: Known | None = None,
         dedupe: bool = True,
+        tables: Schema | None = None,
     ) -> None:
         self.counts = Counts()
         self.added: list[tuple[str, int]] = []  # in the target
+        self.tables = describe(target) if tables is None else tables
         self._source, self._target, self._dedupe = source, target, dedupe
         self._known: Known = {} if known is None else known
 
@@ -84,7 +90,7 @@ class Copier:
 
     # inside ----------------------------------------------------------------------------------
 
-    def _copy(self, table: _Table, number: int) -> int | None:
+    def _copy(self, table: Table, number: int) -> int | None:
         names = ", ".join(table.columns)
         sql = f"SELECT {names} FROM {table.name} WHERE id = ?"
         found = next(iter(_query(self._source, sql, number)), None)
@@ -108,7 +114,7 @@ class Copier:
             self._complete(table, there, values)
         return there
 
-    def _find(self, table: _Table, values: Mapping[str, Any]) -> int | None:
+    def _find(self, table: Table, values: Mapping[str, Any]) -> int | None:
         if table.key and all(values[name] is not None for name in table.key):
             wanted, newest = [(f"{name} = ?", values[name]) for name in table.key], False
         elif self._dedupe:
@@ -124,12 +130,12 @@ class Copier:
         found = next(iter(_query(self._target, sql, *(value for _, value in wanted))), None)
         return None if found is None else int(found[0])
 
-    def _insert(self, table: _Table, values: Mapping[str, Any]) -> int:
+    def _insert(self, table: Table, values: Mapping[str, Any]) -> int:
         marks = ", ".join("?" * len(values))
         sql = f"INSERT INTO {table.name} ({', '.join(values)}) VALUES ({marks})"
         return int(self._target.execute(sql, tuple(values.values())).lastrowid or 0)
 
-    def _complete(self, table: _Table, number: int, values: Mapping[str, Any]) -> None:
+    def _complete(self, table: Table, number: int, values: Mapping[str, Any]) -> None:
         """Fill in what the target's row lacks: a sweep that was running when it was merged."""
         more = [n for n in table.nullable if n not in table.key and values[n] is not None]
         if more:
@@ -140,28 +146,26 @@ class Copier:
                 (*(values[name] for name in more), number),
             )
 
-    @cached_property
-    def tables(self) -> dict[str, _Table]:
-        """Every table with row numbers; those that others refer to come first."""
-        sql = "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"
-        names = [str(name) for (name,) in _query(self._target, sql)]
-        found = {name: _describe(self._target, name) for name in names if name[0] not in "_"}
-        left = {n: t for n, t in found.items() if t and not n.startswith("sqlite_")}
-        ordered: dict[str, _Table] = {}
-        while left:
-            ready = [
-                name
-                for name, table in left.items()
-                if table and not (set(table.references.values()) & left.keys() - {name})
-            ]
-            for name in ready or list(left):
-                table = left.pop(name)
-                if table:
-                    ordered[name] = table
-        return ordered
+
+def describe(connection: sqlite3.Connection) -> Schema:
+    """Every table with row numbers; those that others refer to come first."""
+    sql = "SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name"
+    names = [str(name) for (name,) in _query(connection, sql)]
+    found = {name: _describe(connection, name) for name in names if name[0] not in "_"}
+    left = {n: t for n, t in found.items() if t and not n.startswith("sqlite_")}
+    ordered: dict[str, Table] = {}
+    while left:
+        ready = [
+            name
+            for name, table in left.items()
+            if not (set(table.references.values()) & left.keys() - {name})
+        ]
+        for name in ready or list(left):
+            ordered[name] = left.pop(name)
+    return ordered
 
 
-def _describe(connection: sqlite3.Connection, name: str) -> _Table | None:
+def _describe(connection: sqlite3.Connection, name: str) -> Table | None:
     """None for a table without row numbers of its own."""
     info = list(_query(connection, f"PRAGMA table_xinfo({name})"))
     if not any(column == _NUMBER and primary for _, column, _, _, _, primary, _ in info):
@@ -175,7 +179,7 @@ def _describe(connection: sqlite3.Connection, name: str) -> _Table | None:
         if unique and not partial:
             key = tuple(row[2] for row in _query(connection, f"PRAGMA index_info({index})"))
     references = {row[3]: row[2] for row in _query(connection, f"PRAGMA foreign_key_list({name})")}
-    return _Table(
+    return Table(
         name,
         tuple(column for column, _ in stored),
         tuple(column for column, not_null in stored if not not_null),
