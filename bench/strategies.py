@@ -128,7 +128,8 @@ def main(output: Path, anchors: tuple[Path, ...], reruns: int, only: tuple[str, 
     for name, cells in tables.items():
         if only and not name.startswith(only):
             continue
-        more = {"fixed list": fixed_list(PRIORITY)} if name.startswith("recorded") else {}
+        backends = {candidate.backend for cell in cells for candidate in cell.candidates}
+        more = {"fixed list": fixed_list(PRIORITY)} if backends & set(PRIORITY) else {}
         scores = replay(cells, {**strategies, **more}, reruns)
         parts.append(f"## {name}: {len(cells)} cells, {reruns} reruns each\n\n{table(scores)}")
         rows += [(name, score) for score in scores]
