@@ -92,6 +92,26 @@ print(json.dumps({"shared": built.metadata.shared, "stages": sorted(built.asm)})
 """
 
 
+ROWS_SCRIPT = """
+import json
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from autosel.kernels.row_int8 import quantize_rows_kernel as kernel
+
+built = {}
+for dtype in ("bf16", "fp16"):
+    types = {"x_ptr": "*" + dtype, "q_ptr": "*i8", "scale_ptr": "*fp32", "factor": "fp32"}
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    values = {(names.index("N"),): 7168, (names.index("BLOCK"),): 8192}
+    source = ASTSource(kernel, signature, values, {})
+    asm = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm
+    built[dtype] = sorted(asm)
+print(json.dumps(built))
+"""
+
+
 def compiled(script: str, *arguments: str) -> Any:
     env = {**os.environ, "TRITON_INTERPRET": "0"}
     found = subprocess.run(
@@ -106,6 +126,10 @@ def test_every_activation_compiles() -> None:
     built = compiled(ACTIVATION_SCRIPT)
     assert set(built) == set(ACTIVATIONS)
     assert all("cubin" in stages for stages in built.values())
+
+
+def test_int8_rows_compile() -> None:
+    assert all("cubin" in stages for stages in compiled(ROWS_SCRIPT).values())
 
 
 @pytest.mark.parametrize("case", CASES)
