@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from autosel.cli.report import Table
 from autosel.cli.text import bytes_text, percent_text, time_text, tokens_text
 from autosel.core import Decision, Measurement, Plan, PlannedBucket
+from autosel.records import candidate_dict
 
 
 def plan_parts(label: str, plan: Plan) -> list[str | Table]:
@@ -44,6 +46,32 @@ def short_lines(plan: Plan) -> list[str]:
         f"{time_text(plan.time_us)} a call, {percent_text(loss)} above the winners",
         *(_next_copy(plan) if plan.next_copy is not None and plan.next_copy.worth else ()),
     ]
+
+
+def planned_lines(plan: Plan | None, item: PlannedBucket | None) -> list[str]:
+    """What a layer runs by its plan at one token count, which need not be the winner."""
+    if plan is None or item is None:
+        return []
+    names = " and ".join(copy.layout for copy in plan.resident)
+    text = f"a layer runs {item.candidate.key}: its plan ({plan.workload.name} traffic, "
+    text += f"{plan.budget}) keeps {names} resident"
+    if item.candidate != item.best:
+        saving = percent_text(1 - item.best_us / item.time_us)
+        text += f"; {item.best.key} would save {saving} and reads {item.best.layout}"
+    return [text]
+
+
+def planned_dict(plan: Plan | None, item: PlannedBucket | None) -> dict[str, Any] | None:
+    """The same for other programs."""
+    if plan is None or item is None:
+        return None
+    return {
+        "candidate": {**candidate_dict(item.candidate), "key": item.candidate.key},
+        "time_us": item.time_us,
+        "workload": plan.workload.name,
+        "budget": plan.budget,
+        "resident": [copy.layout for copy in plan.resident],
+    }
 
 
 def _row(item: PlannedBucket) -> tuple[str, ...]:

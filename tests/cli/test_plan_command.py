@@ -170,3 +170,18 @@ def test_explain_predicts_an_unmeasured_layer_and_says_so(autosel, measured):
     # What was measured is not predicted.
     tuned = autosel("explain", "granite-3-1b-a400m", "--tokens", "16", "--device", "cpu", "--json")
     assert tuned.json["answers"][0]["predicted"] == []
+
+
+def test_explain_says_what_the_layer_runs_by_its_plan(autosel, measured):
+    """The winner at 1 token reads another layout than the one that the plan keeps."""
+    explain = ("explain", "granite-3-1b-a400m", "--tokens", "1", "--device", "cpu")
+    assert autosel(*explain, "--json").json["answers"][0]["planned"] is None
+    autosel(*ASK, "--histogram", "prefill-only")
+    ran = autosel(*explain)
+    text = " ".join(ran.out.split())
+    assert "torch_int4" in text
+    assert "a layer runs cpu_native: its plan (prefill-only traffic, 1.0x) keeps b resident" in text
+    assert "torch_int4 would save" in text
+    planned = autosel(*explain, "--json").json["answers"][0]["planned"]
+    assert planned["candidate"]["key"] == "cpu_native"
+    assert planned["resident"] == ["b"]

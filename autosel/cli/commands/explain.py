@@ -69,9 +69,11 @@ def command(
     """
     from autosel.cli.conditions import answered
     from autosel.cli.database import reading
+    from autosel.cli.plans import planned_dict, planned_lines
     from autosel.cli.target import check_routing, resolve, retype
     from autosel.device import detect
     from autosel.explanation import explain
+    from autosel.planning import held
     from autosel.predictions import predict
     from autosel.tiers import mode as tiers_mode
     from autosel.tiers import open_tiers
@@ -108,6 +110,9 @@ def command(
             else ()
             for _, answer in answers
         ]
+        plans = [
+            held(store, answer.problem, here, routing, tiers_mode(timing)) for _, answer in answers
+        ]
         where = str(store.path) if store.path else None
     again = f"autosel sweep {retype(found, layer_options)}"
     again += "".join(
@@ -119,8 +124,12 @@ def command(
         if value != usual
     )  # fmt: skip
     parts: list[str | Table] = []
-    for (label, answer), (then, whys), guesses in zip(answers, asked, likely, strict=True):
+    planned = [plan.bucket(tokens) if plan else None for plan in plans]
+    for (label, answer), (then, whys), guesses, plan, item in zip(
+        answers, asked, likely, plans, planned, strict=True
+    ):
         parts += [*_heading(label, answer), *_body(answer, again), *_likely(guesses)]
+        parts += planned_lines(plan, item)
         parts += [*condition_parts(label, then, whys), ""]
     data = {
         "target": found.name,
@@ -132,8 +141,11 @@ def command(
                 "what_if": then.to_dict() if then else None,
                 "why_not": [why.to_dict() for why in whys],
                 "predicted": [guess.to_dict() for guess in guesses],
+                "planned": planned_dict(plan, item),
             }
-            for (label, answer), (then, whys), guesses in zip(answers, asked, likely, strict=True)
+            for (label, answer), (then, whys), guesses, plan, item in zip(
+                answers, asked, likely, plans, planned, strict=True
+            )
         ],
     }
     return Report(data, parts[:-1])
