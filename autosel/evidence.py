@@ -160,7 +160,7 @@ def gather_all(
             if one.measurements:
                 told = [sweep.label for sweep in one.sweeps if sweep.label]
                 label = preset_label(one.problem) or (told[-1] if told else one.label)
-                target = _preset_words(one.problem)[1]
+                target = preset_target(one.problem)
                 found.append(replace(one, label=printable(label), target=target))
     return found
 
@@ -204,6 +204,11 @@ def label_of(problem: Problem) -> str:
 def preset_label(problem: Problem) -> str:
     """The preset that has these sizes and what is unusual about it; empty when there is none."""
     return _preset_words(problem)[0]
+
+
+def preset_target(problem: Problem) -> str:
+    """The words that name the layer on a command line; empty where no preset has its sizes."""
+    return _preset_words(problem)[1]
 
 
 def _preset_words(problem: Problem) -> tuple[str, str]:

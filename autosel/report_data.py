@@ -251,7 +251,8 @@ def _elsewhere(one: Evidence, d: Decision) -> str:
 
 def _check(one: Evidence, batch: int, place: str) -> tuple[str, ...]:
     if one.command:
-        return (one.command,)
+        sweep = f"autosel sweep {one.target} --tokens {batch}" if one.target else ""
+        return tuple(line for line in (one.command, sweep) if line)
     target = one.target or "CHECKPOINT"
     db = f" --db {shlex.quote(printable(place))}" if place else ""
     routing = "" if one.routing == "uniform" else f" --routing {shlex.quote(one.routing)}"

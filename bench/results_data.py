@@ -24,7 +24,7 @@ from autosel.core import (
     QuantScheme,
     TokenBucket,
 )
-from autosel.evidence import Evidence
+from autosel.evidence import Evidence, preset_target
 from autosel.samples import estimate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -151,6 +151,7 @@ def _evidence(label: str, measurements: list[Measurement], figures: str, command
     return Evidence(
         label, first.problem, first.device, "uniform", (("cache", "cold"),), tuple(measurements),
         tuple(decisions), newest=DAY, figures=figures, command=command,
+        target=preset_target(first.problem),
     )  # fmt: skip
 
 
