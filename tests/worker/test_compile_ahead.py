@@ -10,8 +10,13 @@ from typing import Any
 
 import pytest
 
-from autosel.core import Device, Params, Problem, QuantScheme
-from autosel.interfaces import Backend
+from autosel import registry
+from autosel.core import Candidate, Device, Params, Problem, QuantScheme
+from autosel.interfaces import Backend, Space
+from autosel.sources import RandomSource
+from autosel.timing import TimingSettings
+from autosel.tune import sweep
+from autosel.tune_types import Observer, SweepSettings
 from autosel.worker_compile import CompilePool, compiles_ahead
 from autosel.worker_limits import StepLimits
 from autosel.worker_wire import pack_backend
@@ -84,14 +89,53 @@ def test_a_hanging_compiler_is_ended(tmp_path: Path) -> None:
             pool.close()
 
 
+def test_a_sweep_compiles_ahead_and_reports_the_time_with_the_first_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autosel.cpuinfo.usable_cpus", lambda: {0, 1})
+    steps: list[tuple[str, str]] = []
+
+    class Says(Observer):
+        def step(self, what: str, num_tokens: int, candidate: Candidate | None = None) -> None:
+            steps.append((what, candidate.backend if candidate else ""))
+
+    class Tiles(Compiling):
+        """Compiles for a while, which a first call alone does not take."""
+
+        def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
+            return Space({"tile": 0}, {"tile": (0, 1, 2, 3)})
+
+        def compile_ahead(
+            self, problem: Problem, params: Params, num_tokens: int, device: Device
+        ) -> None:
+            super().compile_ahead(problem, params, num_tokens, device)
+            time.sleep(0.5)
+
+    settings = SweepSettings(
+        (m.TOKENS,), backends=("compiling",),
+        timing=TimingSettings(rounds=1, samples_per_round=1, flush_bytes=1 << 20),
+    )  # fmt: skip
+    with registry.register(Tiles(str(tmp_path))):
+        result = sweep(RandomSource(PROBLEM), settings, observer=Says())
+    rows = {row.candidate.params_dict["tile"]: row for row in result.measurements}
+    assert {row.status for row in rows.values()} == {"ok"}, [r.reason for r in rows.values()]
+    # The default is tried at once; the others are compiled together before they are.
+    assert [s for s, _ in steps if s in ("compile", "first call")] \
+        == ["first call", "compile", *["first call"] * 3]  # fmt: skip
+    # The helper of the last setting died; its own first call is all that it took.
+    for tile in (1, 2):
+        first_call_ms = rows[tile].first_call_ms
+        assert first_call_ms is not None
+        assert first_call_ms >= 500
+    assert sorted(p.name for p in tmp_path.glob("built-*")) == ["built-1-5", "built-2-5"]
+
+
 @pytest.mark.slow
 def test_our_kernels_compile_ahead_into_tritons_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a GPU; a second compilation of the same setting builds nothing."""
     pytest.importorskip("triton")
-    from autosel import registry
-
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     backend: Backend = registry.get("wna16_tiled")
