@@ -143,12 +143,12 @@ def codes_from_fp8(values: torch.Tensor, zeros: torch.Tensor | int = 8) -> torch
     return torch.where(values <= 15 - zeros, values + zeros, 15 - values).to(torch.uint8)
 
 
-def int8_scales(scales: torch.Tensor) -> tuple[torch.Tensor, float]:
+def int8_scales(scales: torch.Tensor, least: float = 0.0) -> tuple[torch.Tensor, float]:
     """Grouped scales of one GEMM (all experts) for int8 activations.
 
     Returns int16 integers ``round(s / max * 4096)`` whose bits stand in the 16-bit float type of
     ``scales``, and the factor ``max / 4096`` that the per-token activation scale must be
-    multiplied with. This rounds: it is not invertible.
+    multiplied with; a factor below ``least`` becomes that. This rounds: it is not invertible.
     """
-    factor = float(scales.float().max()) / 4096
+    factor = max(float(scales.float().max()) / 4096, least)
     return (scales.float() / factor).round().to(torch.int16).view(scales.dtype), factor

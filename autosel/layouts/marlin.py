@@ -23,7 +23,8 @@ from typing import ClassVar
 
 import torch
 
-from autosel.core import CanonicalExperts, Problem, QuantScheme
+from autosel.canonical import dequantize_expert
+from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight
 from autosel.errors import UnsupportedError, field_error
 from autosel.interfaces import PackedExperts
 from autosel.layouts import _common as common
@@ -95,10 +96,11 @@ class Marlin(MarlinLayer):
 class MarlinInt8(Marlin):
     """The same for int8 activations and 4-bit weights, in tiles of 32 inputs x 32 outputs.
 
-    Scales of several groups become integers in units of ``meta["factors"][gemm]``, the largest
-    scale of all experts over 4096, for the kernel adds integer products of groups; they stand as
+    Scales of several groups become integers in units of ``meta["factors"][gemm]``; they stand as
     int16 bits in the act dtype, which the operator takes its output's dtype from. This rounds, so
-    there is no way back. A scale alone in its row stays as it is and the factor is 1.
+    there is no way back. The unit is the largest scale of all experts over 4096, or more where the
+    sum that the kernel keeps in 32 bits could overflow: it adds the products of all groups as
+    integers. A scale alone in its row stays as it is and the factor is 1.
     """
 
     name: ClassVar[str] = "marlin_int8"
@@ -115,13 +117,27 @@ class MarlinInt8(Marlin):
         """As :meth:`Marlin.pack`."""
         packed = super().pack(experts)
         tensors, factors = dict(packed.tensors), {}
-        for gemm in self.gemms(experts.problem):
+        weights = (experts.w13, experts.w2)
+        for gemm, weight in zip(self.gemms(experts.problem), weights, strict=True):
             key, factors[gemm.name] = f"{gemm.name}_scales", 1.0
             if gemm.stored_groups > 1 and bool(tensors[key].any()):
-                tensors[key], factors[gemm.name] = tiles.int8_scales(tensors[key])
+                unit = least_unit(weight)
+                tensors[key], factors[gemm.name] = tiles.int8_scales(tensors[key], unit)
         return replace(packed, tensors=tensors, meta={**packed.meta, "factors": factors})
 
     def unpack(self, packed: PackedExperts) -> CanonicalExperts:
         raise UnsupportedError(
             field_error(f"layout {self.key}", "unpack", "rounded scales", "an invertible layout")
         )
+
+
+def least_unit(weight: QuantWeight) -> float:
+    """The unit of integer scales from which on no input of int8 overflows a sum of 32 bits.
+
+    An output is at most 127 times the sum of its weights' magnitudes; rounding a scale adds up to
+    half a unit times a code of 15 for each input.
+    """
+    largest = max(
+        float(dequantize_expert(weight, e).abs().sum(1).max()) for e in range(weight.num_experts)
+    )
+    return 127 * largest / ((1 << 31) - 1 - 127 * 8 * weight.num_inputs)

@@ -136,3 +136,25 @@ def test_rows_to_int8(monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     assert plain[:, :-1].abs().amax(1).tolist() == [127, 127, 127, 0, 127]
     step = plain[:, -1:] / 2  # of the row; the factor of 2 taken out
     assert ((plain[:, :-1] * step - x.float()).abs() <= 0.501 * step).all()
+
+
+@pytest.mark.parametrize("inputs", [256, 4096])
+@pytest.mark.parametrize("one_sign", [False, True])
+def test_sums_never_overflow_32_bits(inputs: int, one_sign: bool) -> None:
+    """Every input at the end of its range, against the weights' signs: the unit grows until the
+    kernel's integer sum fits, and only there.
+    """
+    problem = make.problem(inputs, 64, group=32, experts=1, top_k=1)
+    experts = make.experts(problem)
+    if one_sign:
+        lowest = torch.zeros_like(experts.w13.codes)  # -8 everywhere
+        w13 = replace(experts.w13, codes=lowest, scales=torch.ones_like(experts.w13.scales))
+        experts = replace(experts, w13=w13)
+    packed = Layout().pack(experts)
+    tensors = {name: stack[0] for name, stack in packed.tensors.items()}
+    scales = marlin_simulation.read_int8_scales(tensors["w13_scales"])
+    worst = 127 * marlin_simulation.read_gemm(tensors, "w13", 4, 8).abs().sum(1).max()
+    assert worst < 2**31
+    grown = int(scales.max()) < 4096
+    assert grown is (inputs == 4096)
+    assert not grown or worst > 0.95 * 2**31
