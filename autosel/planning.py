@@ -10,11 +10,20 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from autosel import registry
-from autosel.core import Candidate, Device, Measurement, Plan, Problem, Reason, Workload
+from autosel.core import (
+    Candidate,
+    Device,
+    Measurement,
+    Plan,
+    Problem,
+    Reason,
+    Scalar,
+    Workload,
+)
 from autosel.decide import Requirement, backends_only
 from autosel.errors import AutoselError, NothingUsableError
 from autosel.plans import plan as make_plan
-from autosel.records import Timing
+from autosel.records import Timing, timing_mode
 from autosel.requirements import Required
 from autosel.store import Store
 from autosel.tiers import COLD
@@ -140,9 +149,17 @@ def measurements(
 def _stored(
     store: Store, problem: Problem, device: Device, routing: str, timing: Timing
 ) -> list[Measurement]:
-    # Nothing stored is about a device without a name.
-    known = bool(device.name.strip())
-    return store.measurements(problem, device, routing, timing=timing) if known else []
+    if not device.name.strip():  # nothing stored is about a device without a name
+        return []
+    rows = store.measurements(problem, device, routing, timing=timing)
+    # Other ways of timing, such as without huge pages, are not comparable: the last one counts.
+    modes = [_mode(m) for m in rows if m.status == "ok"]
+    return [m for m in rows if m.status != "ok" or _mode(m) == modes[-1]]
+
+
+def _mode(m: Measurement) -> dict[str, Scalar]:
+    """How it was timed; who cannot be captured in a graph is timed without one."""
+    return {**timing_mode(m.timing), "graph": None}
 
 
 def smallest_copy(rows: Sequence[Measurement]) -> int:

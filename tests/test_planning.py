@@ -93,6 +93,15 @@ def test_renewal_keeps_the_policy_and_follows_the_times(store) -> None:
     assert planning.held(store, PROBLEM, GPU, "uniform") == again
 
 
+def test_another_way_of_timing_is_not_mixed_in(store) -> None:
+    """Measured again with huge pages: the rows without them do not count any more."""
+    again = [replace(m, timing=(*m.timing, ("huge_pages", True))) for m in table(CROSSING)]
+    store.add_measurements(replace(m, times_us=tuple(t / 2 for t in m.times_us)) for m in again)
+    plan = planning.plan_layer(store, PROBLEM, GPU, planning.Policy(TRAFFIC))
+    assert dict(plan.timing)["huge_pages"] is True
+    assert plan.time_us == pytest.approx((14 + 300) / 4, rel=0.01)
+
+
 def test_keeping_the_same_plan_twice_adds_nothing(store) -> None:
     plan = planning.plan_layer(store, PROBLEM, GPU)
     assert planning.keep(store, plan)

@@ -14,8 +14,8 @@ from autosel.buckets import buckets
 from autosel.core import Candidate, Device, Measurement, Plan, TokenBin, Workload
 from autosel.decide import backends_only, decide
 from autosel.errors import AutoselError, NothingUsableError
-from autosel.plans import plan
 from autosel.plan_traffic import DECODE_TOKENS, split
+from autosel.plans import plan
 from autosel.weight_budget import WeightBudget
 from autosel.workload import PRESETS, shares
 from tests.fakes import CPU, PROBLEM
