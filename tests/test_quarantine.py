@@ -185,18 +185,21 @@ def test_a_wrong_result_holds_at_every_token_count_within_the_sweep() -> None:
 
 
 def test_a_call_that_raises_at_one_token_count_is_tried_at_others() -> None:
+    """More tokens than verification has: a kernel that fails within those is good nowhere."""
     clock = Clock()
     few = FakeBackend(clock)
 
     def spoil(x: torch.Tensor, out: torch.Tensor, packed: object) -> None:
-        if len(x) == 8:
-            raise RuntimeError("at most 4 tokens")
+        if len(x) == 600:
+            raise RuntimeError("at most 512 tokens")
 
     few.spoil = spoil
     with Store.open(":memory:") as store, registered(bad=few):
-        first = run(clock, store=store, token_counts=(1, 8))
-        assert (status(first, 1), status(first, 8)) == ("ok", "failed")
+        first = run(clock, store=store, token_counts=(1, 600))
+        assert (status(first, 1), status(first, 600)) == ("ok", "failed")
         assert status(run(clock, store=store, token_counts=(2,)), 2) == "ok"
+        again = run(clock, store=store, token_counts=(600,), resume=False)
+        assert "not tried again" in reason(again, 600)
 
 
 @pytest.mark.parametrize(
