@@ -245,13 +245,17 @@ class Tiers:
         wish: _Wish,
         failed: set[tuple[Candidate, int]],
     ) -> Answer:
-        graded = grade_of(entry.source, wish.device)
+        graded = grade_of(entry.source, wish.device, shipped=tier == "built-in")
         proven, note = graded.grade == "exact", ""
         rows = tuple(m.row for m in entry.measured if m.row.times_us or m.row.status != "ok")
         if graded.grade == "compatible":
             result = canary_results.find(self.store.path, pack.sha256, entry, wish.device)
             proven = result is not None and result.passed
-            note = result.why if result else "not checked on this machine yet"
+            note = (
+                result.why
+                if result
+                else "not checked on this machine yet (autosel pack check does it)"
+            )
         elif graded.grade == "foreign":
             note = "made on something else: " + "; ".join(map(str, graded.differences))
         if proven:

@@ -23,11 +23,11 @@ def model_of(target: Target) -> Model:
     return of_preset(target.name, target.layers[0].problem)
 
 
-def grades(pack: Pack, here: Device) -> list[tuple[Entry, Graded]]:
+def grades(pack: Pack, here: Device, *, shipped: bool = False) -> list[tuple[Entry, Graded]]:
     """Each entry with its grade on this machine."""
     from autosel.packs.grade import grade
 
-    return [(entry, grade(entry.source, here)) for entry in pack.entries]
+    return [(entry, grade(entry.source, here, shipped=shipped)) for entry in pack.entries]
 
 
 def entry_table(graded: list[tuple[Entry, Graded]]) -> Table:

@@ -19,6 +19,9 @@ from autosel.errors import PackError, field_error
 #: Larger files are refused before a byte is parsed. Sixty layers of one shape with raw samples
 #: of 14 token counts and 60 candidates take about 1 MB.
 MAX_BYTES = 32 << 20
+#: More objects and lists than this are refused as well: 32 MiB of ``[],`` would take 1 GB as Python
+#: objects, while a pack of 1 MB has some 5,000.
+MAX_CONTAINERS = 500_000
 
 #: First bytes of what people may hand over instead, with its name.
 _OTHERS = (
@@ -59,9 +62,10 @@ def read_bytes(path: Path) -> bytes:
         kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a device or pipe"
         raise PackError(field_error(str(path), "pack", kind, "a file"))
     with os.fdopen(handle, "rb") as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        size = max(found.st_size, len(data))
+        # One byte more tells a file that grew meanwhile; a huge one is not read at all.
+        data = file.read(MAX_BYTES + 1) if found.st_size <= MAX_BYTES else b""
+    size = max(found.st_size, len(data))
+    if size > MAX_BYTES:
         raise PackError(field_error(str(path), "bytes", size, f"at most {MAX_BYTES}"))
     return data
 
@@ -76,6 +80,11 @@ def parse(data: bytes, where: str) -> Any:
             raise PackError(field_error(where, "content", name, "JSON text in UTF-8"))
     if data[257:262] == b"ustar":
         raise PackError(field_error(where, "content", "a tar archive", "JSON text in UTF-8"))
+    containers = data.count(b"[") + data.count(b"{")
+    if containers > MAX_CONTAINERS:
+        raise PackError(
+            field_error(where, "objects and lists", containers, f"at most {MAX_CONTAINERS}")
+        )
     try:
         return json.loads(
             data.decode("utf-8"),

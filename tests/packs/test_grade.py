@@ -158,3 +158,11 @@ def test_names_of_any_letters_are_names(name):
     device = replace(MACHINE, name=name)
     assert grade(source(device), device).grade == EXACT
     assert grade(source(device), MACHINE).grade == FOREIGN
+
+
+def test_the_guide_has_every_rule():
+    from pathlib import Path
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "packs.md").read_text()
+    for name, rule in RULES.items():
+        assert rule.words in page, name

@@ -189,6 +189,7 @@ RAW = [
     ("null", b"null", "format"),
     ("deep", b"[" * 100_000, "deep"),
     ("deep objects", b'{"a":' * 100_000, "deep"),
+    ("a bomb of lists", b"[" + b"[]," * 600_000 + b"[]]", "objects and lists"),
     ("NaN", with_number(b"NaN"), "NaN"),
     ("Infinity", with_number(b"Infinity"), "Infinity"),
     ("minus Infinity", with_number(b"-Infinity"), "Infinity"),

@@ -17,7 +17,7 @@ from autosel.packs.canary_results import CanaryResult
 from autosel.store import Store
 from autosel.tiers import open_tiers
 from tests.fakes import PROBLEM, Clock, FakeBackend, registered
-from tests.packs.made import FAST, MACHINE, MODE, SLOW, entry, pack, resealed, row
+from tests.packs.made import FAST, MACHINE, MODE, SLOW, entry, pack, resealed, row, source
 from tests.packs.test_grade import CHANGES, VERSIONS, with_version
 
 PATCHED = with_version(MACHINE, "torch", "2.9.2+cu128")
@@ -393,3 +393,21 @@ def test_without_the_signature_of_samples_a_pack_still_answers(tmp_path):
     answer = explained(tmp_path)
     assert answer.used == FAST
     assert answer.rejected
+
+
+def test_what_ships_is_not_graded_by_the_number_of_its_version(tmp_path, monkeypatch):
+    """A release changes the version and not the kernels; other people's packs are another thing."""
+    import autosel
+
+    monkeypatch.setattr(autosel, "__version__", "7.0.0")
+    made = pack(entry(source=source(autosel_version="6.0.0")))
+    path = put(tmp_path, "built-in", made)
+    assert ask(tmp_path)[1].origin.graded.grade == "exact"
+    kernels = with_version(MACHINE, "autosel-kernels", "sha256:ffffffffffffffffffff")
+    assert ask(tmp_path, kernels)[1] is None
+    path.unlink()
+    put(tmp_path, "model", made)
+    answers, found = ask(tmp_path)
+    assert found is None
+    (differs,) = answers.foreign[0].origin.graded.differences
+    assert differs.field == "autosel.version"

@@ -53,8 +53,8 @@ def command(pack: str, decisions: bool, content: str | None, device: str | None)
         numbers = sum(len(layer.indices) for layer in model.layers)
         settings = (model.quantization_sha256 or "none")[:16]
         parts.append(
-            f"{model.kind} {model.name}: {numbers or len(model.layers)} layers of "
-            f"{len(model.layers)} kinds, quantisation settings {settings}"
+            f"{model.kind} {model.name}: {_number(numbers or len(model.layers), 'layer')} of "
+            f"{_number(len(model.layers), 'kind')}, quantisation settings {settings}"
         )
     for source in found.sources:
         parts += [
@@ -91,3 +91,7 @@ def command(pack: str, decisions: bool, content: str | None, device: str | None)
         "unknown_backends": unknown,
     }
     return Report(data, parts)
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -36,7 +36,7 @@ def command(model: str | None, device: str | None, db: str | None) -> Report:
         about, grade, why = "-", "-", ""
         try:
             pack = library.usable(path, signed=tier != "built-in")
-            graded = grades(pack, here)
+            graded = grades(pack, here, shipped=tier == "built-in")
             about = ", ".join(item.name for item in pack.models) or "-"
             grade = min((g.grade for _, g in graded), key=GRADES.index, default="foreign")
             why = "; ".join(difference_lines(graded)) if grade != "exact" else ""
