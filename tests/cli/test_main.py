@@ -12,7 +12,7 @@ import click
 import pytest
 
 from autosel.cli import commands
-from autosel.cli.group import Command, cli
+from autosel.cli.group import Command, Group, cli
 from autosel.cli.report import Report
 from autosel.errors import AutoselError
 
@@ -48,16 +48,33 @@ def test_every_command_has_help_that_says_what_it_does(autosel):
     assert listed.status == 0
     for name in NAMES:
         made = importlib.import_module(f"autosel.cli.commands.{name}").command
-        assert isinstance(made, Command), name
-        assert made.help, name
-        assert made.help.splitlines()[0].endswith("."), name
-        for param in made.params:
-            if isinstance(param, click.Option):
-                assert param.help, f"{name} {param.opts}"
-        ran = autosel(name, "--help")
-        assert ran.status == 0
-        assert "--json" in ran.out
         assert f"  {name}" in listed.out
+        if isinstance(made, Group):
+            within = autosel(name, "--help")
+            assert within.status == 0
+            for inner in made.list_commands(click.Context(made)):
+                assert f"  {inner}" in within.out
+        for words, command in leaves((name,), made):
+            assert isinstance(command, Command), words
+            assert command.help, words
+            assert command.help.splitlines()[0].endswith("."), words
+            for param in command.params:
+                if isinstance(param, click.Option):
+                    assert param.help, f"{words} {param.opts}"
+            ran = autosel(*words, "--help")
+            assert ran.status == 0
+            assert "--json" in ran.out
+
+
+def leaves(words, command):
+    """A command, or those inside a group, each with the words that name it."""
+    if not isinstance(command, Group):
+        yield words, command
+        return
+    assert command.help, words
+    context = click.Context(command)
+    for name in command.list_commands(context):
+        yield from leaves((*words, name), command.get_command(context, name))
 
 
 def test_version(autosel):

@@ -14,8 +14,10 @@ from autosel.cli.report import Report, Table
 @click.command(cls=Command)
 @db_option
 def command(db: str | None) -> Report:
-    """Show where the database is, its schema, size, rows, devices and sweeps, and what is read
-    beside it."""
+    """Show the database's place, schema, size, rows, devices and sweeps.
+
+    Also what else decisions are looked up in: packs, the site's database, what ships with autosel.
+    """
     from autosel.cli.database import reading
     from autosel.cli.text import bytes_text
     from autosel.store_tables import VIEWS, summary
