@@ -100,7 +100,7 @@ class SweepProgress(Observer):
                 self._say(f"{tokens_text(num_tokens)}: {_LINES[what]}")
 
     def timed(self, num_tokens: int, done: int, total: int) -> None:
-        self._show(f"{tokens_text(num_tokens)}: timing, block {done} of {total}")
+        self._show(f"{tokens_text(num_tokens)}: timing, block {done} of at most {total}")
 
     def measured(self, measurement: Measurement, resumed: bool) -> None:
         if resumed:
