@@ -31,7 +31,7 @@ from autosel.report_data import BATCH, report_data
 SVG = "http://www.w3.org/2000/svg"
 XLINK = "http://www.w3.org/1999/xlink"
 #: Figures of one layer, and those of all layers together.
-OF_LAYER = ("latency", "roofline", "noise", "bytes")
+OF_LAYER = ("latency", "roofline", "noise", "bytes", "budget")
 OF_ALL = ("crossover", "speedup", "cost")
 
 

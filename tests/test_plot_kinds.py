@@ -15,6 +15,7 @@ from autosel import figures, plots
 from autosel.core import Candidate, Decision, Rejected
 from autosel.decide import TIED, UNSETTLED
 from autosel.errors import AutoselError
+from autosel.plots.budget import budget_data
 from autosel.plots.bytes import bytes_data
 from autosel.plots.cost import REST, cost_data
 from autosel.plots.crossover import crossing_tokens, crossover_data
@@ -46,14 +47,14 @@ def test_the_kinds_are_files_and_each_says_what_it_is():
     from autosel.cli.commands.plot import command
 
     assert plots.names() == sorted(
-        ["latency", "speedup", "roofline", "crossover", "bytes", "noise", "cost"]
+        ["latency", "speedup", "roofline", "crossover", "bytes", "budget", "noise", "cost"]
     )
     option = next(param for param in command.params if param.name == "kind")
     assert list(option.type.choices) == plots.names()
     for name in plots.names():
         assert plots.kind(name).summary
         assert f"{name}:" in option.help
-    with pytest.raises(AutoselError, match="'pie', expected one of bytes"):
+    with pytest.raises(AutoselError, match="'pie', expected one of budget"):
         plots.kind("pie")
 
 
@@ -173,6 +174,21 @@ def test_noise_says_what_the_decision_said():
     assert table["candidate"][0] == "won"
 
 
+def test_a_second_copy_is_a_step_with_its_price():
+    rows = []
+    for count, a, b in ((1, 10, 40), (64, 400, 100)):
+        rows += [row("a", count, a, layout="la", weight_bytes=1000),
+                 row("b", count, b, layout="lb", weight_bytes=1100)]  # fmt: skip
+    table = budget_data(evidence(rows), "mixed")
+    assert table["copies"].tolist() == [1, 2]
+    assert table["resident_bytes"].tolist() in ([1000, 2100], [1100, 2100])
+    assert table["layouts"][1] == "la, lb"
+    assert table["time_us"][1] == pytest.approx(table["best_us"][1])
+    assert table["time_us"][0] > table["time_us"][1]
+    one = budget_data(evidence(rows[:1] + rows[2:3]), "mixed")
+    assert one["copies"].tolist() == [1]
+
+
 def test_cost_counts_a_packed_copy_once_and_names_the_rest():
     facts = (("wall_s", 2.0), ("verify_ms", 500.0))
     rows = [
@@ -205,8 +221,8 @@ def shown():
 #: What tables without samples and without a sweep do not have.
 LACKING = {
     "made": set(),
-    "h200": {"bytes", "noise", "cost", "roofline"},
-    "epyc": {"noise", "cost", "roofline"},
+    "h200": {"budget", "bytes", "noise", "cost", "roofline"},
+    "epyc": {"budget", "noise", "cost", "roofline"},
 }
 
 

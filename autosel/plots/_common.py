@@ -34,12 +34,14 @@ class Options:
     title       of the figure; the layer's label when empty
     baseline    backend that others are compared with; None: the one vLLM's fixed order takes
     num_tokens  for figures of one token count; None: the measured one nearest to 16
+    workload    traffic that plans are made for: a preset's name or a file
     size        inches
     """
 
     title: str = ""
     baseline: str | None = None
     num_tokens: int | None = None
+    workload: str = "mixed"
     size: tuple[float, float] = WIDE
 
 

@@ -37,7 +37,7 @@ def _kinds() -> list[str]:
     "--kind", type=click.Choice(_kinds()), default="latency", show_default=True,
     help="latency: time against tokens. speedup: over a baseline, layers by tokens. roofline: "
     "share of it. crossover: what is chosen where. bytes: packed bytes against time. noise: "
-    "samples and ties. cost: where the sweeps' time went.",
+    "samples and ties. cost: where the sweeps' time went. budget: resident copies against time.",
 )  # fmt: skip
 @click.option(
     "--baseline", metavar="BACKEND",
@@ -46,6 +46,10 @@ def _kinds() -> list[str]:
 @click.option(
     "--tokens", type=TOKENS, metavar="M",
     help="For bytes and noise: a measured token count (default: the one nearest to 16).",
+)  # fmt: skip
+@click.option(
+    "--histogram", metavar="FILE|PRESET", default="mixed", show_default=True,
+    help="For budget: calls by tokens, as for `autosel plan`.",
 )  # fmt: skip
 @click.option(
     "--size", type=(click.FloatRange(3, 40), click.FloatRange(2.5, 40)), default=(9.0, 5.6),
@@ -66,6 +70,7 @@ def command(
     kind: str,
     baseline: str | None,
     tokens: int | None,
+    histogram: str,
     size: tuple[float, float],
     stored_device: str | None,
     layer_options: LayerOptions,
@@ -93,7 +98,7 @@ def command(
         others = ", ".join(one.label for one in found[1:])
         note(f"drawn is {found[0].label}; others (--layer or a name picks one): {others}")
     shown = found if several else found[:1]
-    options = plots.Options(baseline=baseline, num_tokens=tokens, size=size)
+    options = plots.Options(baseline=baseline, num_tokens=tokens, workload=histogram, size=size)
     figures.write(kind, shown, path, options)
     data = {
         "file": str(path),
