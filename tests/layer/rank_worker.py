@@ -330,6 +330,14 @@ def no_group_is_alone(stage: Stage) -> dict:
     return served(stage.layer(stage.store(("alpha", "beta")[stage.rank % 2]), decide_group=None))
 
 
+def alone_they_differ(stage: Stage) -> dict:
+    """What :func:`asymmetric` would give if each rank followed its own database."""
+    for name in ("alpha", "beta"):
+        stage.register(name)
+    order = ("alpha", "beta") if stage.rank == 0 else ("beta", "alpha")
+    return served(stage.layer(stage.store(*order), decide_group=None))
+
+
 def sweep(stage: Stage, **hooks) -> dict:
     settings = SweepSettings(
         token_counts=(1, 16), backends=("alpha", "beta", "gamma"),

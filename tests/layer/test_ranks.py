@@ -80,6 +80,13 @@ def test_asymmetric_databases_give_the_leaders_choice(run, size):
 
 
 @TWO
+def test_ranks_that_decide_alone_differ_and_the_comparison_sees_it(run, size):
+    answers = run("alone_they_differ", size)
+    with pytest.raises(AssertionError):
+        same(answers)
+
+
+@TWO
 def test_what_only_another_rank_has_stored_does_not_count(run, size):
     answer = same(run("leader_has_nothing", size))
     assert [tuned for _, _, tuned in answer["choices"]] == [False] * len(answer["choices"])
