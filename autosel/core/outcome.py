@@ -131,8 +131,9 @@ class Decision:
 
     ``margin`` is how much longer the runner-up takes, as a ratio minus one: the median over the
     rounds in which both were timed, else ``runner_up_us / winner_us - 1``; ``margin_interval`` is
-    its 95 % confidence interval; ``tie`` says that some rival could not be told apart from the winner with the samples
-    there are. Among those close to the fastest a stated canonical order decided; ``why`` says so.
+    its 95 % confidence interval; ``tie`` says that some rival could not be told apart from the
+    winner with the samples there are. Among those close to the fastest a stated canonical order
+    decided; ``why`` says so.
     """
 
     problem: Problem
