@@ -228,7 +228,12 @@ class _Planner:
             f"every bucket's winner, which would take {wanted} cop{'y' if wanted == 1 else 'ies'}",
         ]
         if made.next_copy is not None and not made.next_copy.worth:
-            words.append("one more copy would gain nothing that clears the noise")
+            known = made.next_copy.gain_interval is not None
+            words.append(
+                "one more copy would gain nothing that clears the noise"
+                if known
+                else "whether one more copy gains is not settled: too few undisturbed samples"
+            )
         if self.shares.uncovered > 0.0005:
             words.append(f"{100 * self.shares.uncovered:.3g} % of calls are in no planned bucket")
         far = beyond(made)

@@ -175,6 +175,7 @@ def test_single_samples_buy_nothing() -> None:
     assert len(made.resident) == 1
     assert made.next_copy is not None
     assert made.next_copy.gain_interval is None
+    assert "whether one more copy gains is not settled" in made.why
 
 
 def test_ties_of_single_layouts_fall_the_same_way_whatever_the_noise() -> None:

@@ -111,7 +111,9 @@ def _next_copy(plan: Plan) -> list[str]:
     cost = bytes_text(price.extra_bytes * plan.layers)
     text = f"one more copy: {names} cost {cost} more in all and save {gain})"
     if not price.worth:
-        text += "; that is within the noise, so it is not bought"
+        known = price.gain_interval is not None
+        text += "; that is within the noise" if known else "; too few undisturbed samples to tell"
+        text += ", so it is not bought"
     elif not price.fits:
         text += f"; over the budget of {plan.budget}"
     if price.worth and price.break_even_calls is not None:
