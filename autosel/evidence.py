@@ -20,6 +20,7 @@ from autosel.racing_bounds import PairedRatio
 from autosel.rank_problem import rank_problem
 from autosel.records import Timing
 from autosel.roofline import Ceilings, RooflinePoint, roofline
+from autosel.routing_file import is_known
 from autosel.routing_synthetic import make_routing
 from autosel.safe_text import printable
 from autosel.stats import LogRatio
@@ -93,8 +94,8 @@ class Evidence:
         return next((o for o in self.outcomes if num_tokens in o.bucket), None)
 
     def bound(self, num_tokens: int) -> RooflinePoint | None:
-        """The least time a call can take; None where the device's ceilings are not known."""
-        if self.ceilings is None:
+        """The least time a call can take; None where ceilings or recorded routing are not here."""
+        if self.ceilings is None or not is_known(self.routing):
             return None
         hit, slots = experts_hit(self.problem, self.routing, num_tokens, self.seed)
         return roofline(self.problem, num_tokens, self.ceilings, experts_hit=hit, slots=slots)

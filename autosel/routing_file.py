@@ -44,6 +44,11 @@ def resolve(kind: str) -> tuple[str, str]:
     return kind, _read[kind][1] if kind in _read else ""
 
 
+def is_known(kind: str) -> bool:
+    """Whether a routing of this kind can be made here; a recording's must have been read."""
+    return not kind.startswith(KEY_PREFIX) or kind in _read
+
+
 def load(path: str) -> str:
     """Read a file of ids and return its key; see :func:`resolve`."""
     ids = _ids(Path(path))

@@ -27,6 +27,7 @@ from autosel.plots._common import (
     width_inches,
 )
 from autosel.roofline import Ceilings, roofline
+from autosel.routing_file import is_known
 from autosel.stats import ranking_quantile
 from autosel.words import problem_text, settled_text
 
@@ -263,7 +264,7 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
     latency = _table(found, options)
     need(latency, "correct timed candidates")
     bound = None
-    if one.ceilings is not None:
+    if one.ceilings is not None and is_known(one.routing):
         counts = sorted({int(count) for count in latency["num_tokens"]})
         bound = roofline_data(
             one.problem, counts, one.ceilings,

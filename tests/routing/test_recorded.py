@@ -110,3 +110,10 @@ def test_traffic_of_another_model_is_refused_with_both_numbers(tmp_path: Path) -
 def test_a_key_without_its_file_says_how_to_give_it() -> None:
     with pytest.raises(RoutingError, match="only its key, expected file:PATH"):
         make_routing("recorded:0123456789abcdef", 1, PROBLEM)
+
+
+def test_what_is_known_here(tmp_path: Path) -> None:
+    """Reports leave out the roofline of a recording that this process has not read."""
+    assert routing_file.is_known("zipf:1.2")
+    assert not routing_file.is_known("recorded:fedcba9876543210")
+    assert routing_file.is_known(routing_file.load(str(write(tmp_path / "a.csv"))))
