@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 
+import click
 import pytest
 
+from autosel.cli import options
 from autosel.core import Decision
 from autosel.deadline import LEAST_S, Deadline
 from autosel.errors import AutoselError
@@ -119,3 +121,23 @@ def test_bad_budgets_are_refused() -> None:
     with pytest.raises(AutoselError, match=r"SweepSettings\.trials"):
         SweepSettings(trials=0)
     assert SweepSettings(timing=TimingSettings()).budget_s is None
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "trials"),
+    [("120s", 120.0, None), ("2m", 120.0, None), ("1.5h", 5400.0, None), (" 90 S ", 90.0, None),
+     ("32", None, 32)],
+)  # fmt: skip
+def test_a_budget_is_a_time_and_the_older_spelling_is_a_number(
+    text: str, seconds: float | None, trials: int | None
+) -> None:
+    found = options.budget(text)
+    assert (found.seconds, found.trials) == (seconds, trials)
+
+
+@pytest.mark.parametrize("text", ["", "0s", "-5s", "5d", "1e9s", "5 minutes", "nan", "0", "1.5"])
+def test_a_budget_that_is_neither_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(click.BadParameter) as caught:
+        options.budget(text)
+    assert "\n" not in caught.value.message
+    assert "expected" in caught.value.message
