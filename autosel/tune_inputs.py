@@ -6,13 +6,12 @@ from collections.abc import Iterable
 
 import torch
 
-from autosel.canonical import dequantize_expert
 from autosel.core import CanonicalExperts, Routing
 from autosel.dtypes import torch_dtype
 from autosel.error_scale import judge
 from autosel.expert_map import local_map
 from autosel.routing_synthetic import make_routing
-from autosel.verify_cases import Case
+from autosel.verify_cases import Case, activation_size
 
 
 def timed_cases(
@@ -28,7 +27,7 @@ def timed_cases(
     device = experts.w13.codes.device
     counts = sorted(set(token_counts))
     generator = torch.Generator().manual_seed(seed)
-    size = _input_size(experts)
+    size = activation_size(experts)
     xs = [
         (torch.randn(count, problem.hidden_size, generator=generator) * size)
         .to(torch_dtype(problem.act_dtype))
@@ -53,13 +52,3 @@ def timed_cases(
         count: Case(f"{routing} M={count}", x, routed, expert_map, part)
         for count, x, routed, part in zip(counts, xs, routings, parts, strict=True)
     }
-
-
-def _input_size(experts: CanonicalExperts) -> float:
-    """Activations of this size give first outputs of order 1; the largest expert of a few rules."""
-    count = experts.problem.num_local_experts
-    some = range(0, count, max(1, count // 4))
-    size = max(float(dequantize_expert(experts.w13, e).square().mean().sqrt()) for e in some)
-    if size == 0:
-        return 1.0
-    return float(min(max(1 / (size * experts.problem.hidden_size**0.5), 2.0**-12), 2.0**12))
