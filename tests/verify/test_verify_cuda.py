@@ -7,9 +7,11 @@ from autosel.core import QuantScheme, Routing
 from autosel.dispatch import apply
 from autosel.error_scale import judge
 from autosel.expert_map import local_map
+from autosel.properties import Subject, graph_equals_eager
 from autosel.reference import moe
 from autosel.routing_synthetic import make_routing
 from autosel.verify import make_cases, verify_candidate
+from bench.fault_kernel import Canonical
 from tests.verify.layers import Truthful, layer, pack, problem, tokens
 
 pytestmark = [
@@ -67,3 +69,30 @@ def test_stray_ids_and_a_map_on_the_device():
     packed = pack(experts.to("cuda"))
     got = apply(Truthful(), packed, x.cuda(), on_device(routing), {}, expert_map=held.cuda())
     torch.testing.assert_close(got.cpu(), expected, rtol=2e-2, atol=1e-3)
+
+
+def test_a_captured_graph_is_compared_with_plain_calls():
+    class OnDevice(Truthful):
+        """Right in plain calls; replays give what was right when it was captured."""
+
+        name = "on_device"
+
+        def __init__(self, case, stale):
+            self.case, self.stale = case, stale
+
+        def run(self, packed, x, routing, params, out):
+            right = self.case.judged.reference.to(out.dtype)
+            if not self.stale:
+                # Row by row, found by the activations, with nothing read back.
+                same = (x.unsqueeze(1) == self.case.x.unsqueeze(0)).all(dim=2)
+                right = right[same.int().argmax(dim=1)]
+            return out.copy_(right)
+
+    experts = layer(problem()).to("cuda")
+    case = max(make_cases(experts, token_counts=(17,))[:1], key=lambda c: len(c.x))
+    packed = Canonical().pack(experts)
+    sound = Subject(OnDevice(case, False), packed, {}, "exact")
+    assert graph_equals_eager(sound, case).value is True
+    stale = graph_equals_eager(Subject(OnDevice(case, True), packed, {}, "exact"), case)
+    assert stale.value is False
+    assert "replayed from a graph" in stale.fault.reason
