@@ -142,6 +142,7 @@ def gather(
         seed=int(found[0].settings.get("seed", 0)) if found else 0,
         newest=nearest.entry.newest if nearest and nearest.exact else "",
         sweeps=sweeps,
+        certificates=tuple(store.certificates(problem, device)),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from autosel import records, registry, samples
 from autosel.core import Candidate, Decision, Device, Measurement, Plan, Problem
-from autosel.decide import NothingUsable, decide
+from autosel.decide import NothingUsable, Requirement, decide
 from autosel.errors import AutoselError, NothingUsableError
 from autosel.evidence import ratio as compared
 from autosel.explanation import Explanation
@@ -115,13 +115,16 @@ def what_if(
     planned: bool = False,
     everything: Sequence[Measurement] = (),
     layers: int = 1,
+    certified: Requirement | None = None,
 ) -> WhatIf:
     """What ``answer`` would be under ``policy``'s conditions.
 
     planned     whether its budget and workload count as well; then ``everything`` that was
                 measured of the layer is planned for, in ``layers`` alike layers
+    certified   who is certified for ``policy.require``, where that asks for anything
     """
     words = policy.words
+    conditions = (*policy.conditions, certified) if certified else policy.conditions
     if planned:
         words = (
             *words,
@@ -139,7 +142,7 @@ def what_if(
         bucket=answer.bucket,
         defaults=defaults,
         allow_a8=policy.allow_a8,
-        require=policy.conditions,
+        require=conditions,
     )
     made, refused = None, ""
     if planned:
@@ -151,7 +154,7 @@ def what_if(
                 layers=layers,
                 defaults=built_in(answer.problem, answer.device, everything),
                 allow_a8=policy.allow_a8,
-                require=policy.conditions,
+                require=conditions,
                 requirements=policy.words,
             )
         except NothingUsableError as error:

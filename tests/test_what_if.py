@@ -158,10 +158,22 @@ def test_the_command_answers_people_and_machines(run, monkeypatch):
     assert (found["what_if"], found["why_not"]) == (None, [])
 
 
+def test_who_is_not_certified_may_not_be_chosen(run):
+    """Nothing was certified here, and unknown is not proven."""
+    status, out, _ = run("--tokens", 1, "--require", "deterministic", "--allow-a8", "--json")
+    assert status == 0
+    (found,) = json.loads(out)["answers"]
+    then = found["what_if"]
+    assert then["chosen"] is None
+    assert then["conditions"] == ["8-bit activations allowed", "certified deterministic"]
+    assert any("deterministic: not checked" in r["reason"] for r in then["rejected"])
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
         (["--exclude", "nonsense"], "nonsense"),
+        (["--require", "nonsense"], "nonsense"),
         (["--why-not", "nonsense"], "nonsense"),
         (["--weight-budget", "much"], "weight budget"),
         (["--histogram", "no/such/file.csv"], "no/such/file.csv"),

@@ -42,8 +42,11 @@ class Conditions:
         """Whether anything else than now is asked about."""
         return bool(self.exclude) or self.allow_a8 or self.planned
 
-    def policy(self) -> Policy:
-        """Checked; AutoselError in one line for a name, budget or file that is none."""
+    def policy(self, require: tuple[str, ...] = ()) -> Policy:
+        """Checked, with the properties that are required anyway.
+
+        Raises AutoselError in one line for a name, a budget or a file that is none.
+        """
         from autosel import planning
         from autosel.weight_budget import WeightBudget
         from autosel.workload import DEFAULT, load
@@ -53,6 +56,7 @@ class Conditions:
             budget=WeightBudget.parse(self.weight_budget or "1.0x"),
             allow_a8=self.allow_a8,
             exclude=planning.names(self.exclude),
+            require=require,
         )
 
 
@@ -99,6 +103,7 @@ def answered(
     timing: dict[str, Any],
 ) -> tuple[WhatIf | None, list[WhyNot]]:  # fmt: skip
     """The answers to what was asked beside the plain question."""
+    from autosel.requirements import Required
     from autosel.what_if import what_if, why_not
 
     whys = [why_not(answer, name) for name in conditions.why_not]
@@ -110,9 +115,11 @@ def answered(
         problem: Problem = answer.problem
         everything = store.measurements(problem, answer.device, answer.routing, timing=mode)
         everything = everything or list(answer.measurements)
+    certified = Required.stored(policy.require, store, answer.problem, answer.device)
     found = what_if(
-        answer, policy, planned=conditions.planned, everything=everything, layers=layers
-    )
+        answer, policy, planned=conditions.planned, everything=everything, layers=layers,
+        certified=certified or None,
+    )  # fmt: skip
     return found, whys
 
 

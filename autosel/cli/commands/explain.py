@@ -78,7 +78,7 @@ def command(
     from autosel.tiers import mode as tiers_mode
     from autosel.tiers import open_tiers
 
-    policy = conditions.policy()
+    policy = conditions.policy(require)
     found = resolve(target, layer_options)
     check_routing(routing, found)
     here = detect(device)
