@@ -362,13 +362,13 @@ def secant_slope(
     deviation: torch.Tensor,
     activation: Activation,
 ) -> torch.Tensor:
-    """The steepest slope ``[R, s*I]`` that two standard deviations of ``h`` may meet.
+    """The steepest slope ``[R, s*I]`` that three standard deviations of ``h`` may meet.
 
     Next to a clamp the derivative is 0 and an error may still reach the slope beside it; where the
     function bends within the error, 8 bits at large numbers say, the derivative is another one.
     """
     steepest = slope.abs()
-    step = 2 * deviation
+    step = 3 * deviation
     width = a.shape[-1]
     for start in range(0, h.shape[-1], width):
         shard = slice(start, start + width)

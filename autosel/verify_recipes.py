@@ -28,8 +28,8 @@ NEIGHBOUR, NEIGHBOUR_HALF = 1024.0, 32.0
 class Recipe:
     """How a case is made: its routing, and what is done to normal activations ``[M, H]``.
 
-    ``mapped`` shows the candidate the same call behind another expert map. The rest as in
-    :class:`Case`.
+    ``mapped`` shows the candidate the same call behind another expert map; ``is_large`` says that
+    activations are larger than a model's. The rest as in :class:`~autosel.verify_cases.Case`.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Recipe:
     change: Callable[[torch.Tensor, torch.Generator, Problem], torch.Tensor] = lambda x, g, p: x
     independent: bool = True
     mapped: bool = False
+    is_large: bool = False
     proves: str = ""
 
 
@@ -175,7 +176,9 @@ LARGE_NUMBERS = "large numbers"
 #: Cases that are built rather than drawn.
 SPECIAL = (
     Recipe("every expert", _every_expert),
-    Recipe("every expert, outlier channels", _every_expert, change=_outlier_channels),
+    Recipe(
+        "every expert, outlier channels", _every_expert, change=_outlier_channels, is_large=True
+    ),
     Recipe("each expert alone", _each_alone),
     Recipe("stray slots", _stray_slots, proves="handles_missing_ids"),
     Recipe("duplicate ids", _duplicates, proves="handles_duplicate_ids"),
@@ -185,8 +188,8 @@ SPECIAL = (
     Recipe("nothing here", _nothing_here),
     Recipe("no tokens", _some(0, 0)),
     Recipe(IDENTICAL, _identical, change=_same_rows, independent=False),
-    Recipe("inputs of one sign", _every_expert, change=_one_sign, independent=False),
-    Recipe("one large row", _some(9, 1), change=_large_row, independent=False),
+    Recipe("inputs of one sign", _every_expert, change=_one_sign, independent=False, is_large=True),
+    Recipe("one large row", _some(9, 1), change=_large_row, independent=False, is_large=True),
     Recipe("rows of zeros", _some(6, 2), change=_zero_rows, independent=False),
     Recipe(LARGE_NUMBERS, _light, change=_large, independent=False, proves="no_overflow"),
 )
