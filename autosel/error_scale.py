@@ -185,6 +185,7 @@ def judge(
                     steep = secant_slope(h, a, slope, at_h_variance.sqrt(), problem.activation)
                     carried = steep.square() * at_h_variance
                     inner = onto_activation(carried) + rounding.variance(a)  # [R, I]
+                    inner = inner + evaluation_variance(h, problem.activation)
                     inner = second.incoming(a, inner, accuracy)
                     sum_.variance.index_add_(
                         0, tokens, factor.square() * (y_own + inner @ second.square.T) + leaving
@@ -379,3 +380,12 @@ def secant_slope(
             secant = torch.where(step[:, shard] > 0, secant, 0.0)
             steepest[:, shard] = steepest[:, shard].maximum(secant)
     return steepest
+
+
+def evaluation_variance(h: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Variance ``[R, I]`` of computing gelu in float32: 1 + erf cancels far below zero."""
+    gate, *up = h.chunk(2 if activation.gated else 1, dim=-1)
+    if not activation.name.startswith("gelu"):
+        return torch.zeros_like(gate)
+    size = gate * up[0] if up else gate
+    return (torch.finfo(torch.float32).eps * size).square() / 3
