@@ -20,8 +20,9 @@ from autosel.core.certificate import PROPERTIES, Certificate
 from autosel.evidence import Evidence
 from autosel.evidence import ratio as compared
 from autosel.plots.speedup import fastest, speedup_data
+from autosel.report_verdict import Verdict, verdict
 from autosel.safe_text import printable
-from autosel.words import device_text, problem_text, settled_text
+from autosel.words import problem_text, settled_text
 
 #: The batch that the summary speaks of unless asked for another.
 BATCH = 16
@@ -49,18 +50,6 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
     note: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """The summary of one layer: what to use, why, what else, and what to run to check it."""
-
-    layer: str
-    device: str
-    use: str
-    why: tuple[str, ...]
-    check: tuple[str, ...]
-    settled: bool = True
 
 
 @dataclass(frozen=True)
@@ -122,144 +111,6 @@ def _overall(found: Sequence[Evidence], batch: int) -> str:
     verb = "is" if unsettled == 1 else "are"
     rest = f"; {unsettled} of {len(outcomes)} {verb} not settled" if unsettled else ""
     return f"At {tokens_text(batch)}: {', '.join(parts)}{rest}."
-
-
-def verdict(one: Evidence, batch: int, place: str = "") -> Verdict:
-    """Which backend to use for one layer at ``batch`` tokens, and why."""
-    where = f"{printable(device_text(one.device))}, {one.routing} routing"
-    check = _check(one, batch, place)
-    outcome = one.outcome(batch)
-    if outcome is None:
-        return Verdict(
-            one.label, where, f"Nothing was measured that answers for {tokens_text(batch)}.",
-            (), check, False,
-        )  # fmt: skip
-    if not isinstance(outcome, Decision):
-        return Verdict(
-            one.label, where, f"Nothing may be used at {tokens_text(batch)}.",
-            ("No candidate was right and allowed; the table of rejected candidates has each "
-             "reason.",), check, False,
-        )  # fmt: skip
-    use = (
-        f"Use {outcome.winner.backend} at {tokens_text(batch)}: "
-        f"{time_text(outcome.winner_us)} a call."
-    )
-    why = [*_margin(one, outcome), *_priority(one, outcome), *_accuracy(outcome)]
-    if outcome.winner.params:
-        why.append(f"Its settings: {printable(outcome.winner.key)}.")
-    bucket = outcome.bucket
-    if bucket.measured != batch:
-        why.append(f"Measured at {tokens_text(bucket.measured)}; it answers for {bucket.label}.")
-    changes = _elsewhere(one, outcome)
-    if changes:
-        why.append(changes)
-    return Verdict(one.label, where, printable(use), tuple(why), check, not outcome.tie)
-
-
-def _margin(one: Evidence, d: Decision) -> list[str]:
-    if d.runner_up is None or d.margin is None:
-        return ["It is the only candidate that was right and allowed."]
-    rival = d.runner_up.backend
-    if rival == d.winner.backend:
-        rival = f"{rival} with other settings"
-    span = ""
-    if d.margin_interval is not None:
-        low, high = (percent_text(part) for part in d.margin_interval)
-        span = f" (95 % interval {low.removesuffix(' %')} to {high})"
-    other = _next_backend(one, d) if d.runner_up.backend == d.winner.backend else []
-    if not d.tie:
-        return [f"The next best, {printable(rival)}, takes {_longer(d.margin)}{span}.", *other]
-    settled = settled_text(d).removeprefix("no: ")
-    return [
-        f"Not settled ({settled}): {printable(rival)} measured {percent_text(d.margin)} longer"
-        f"{span}. Where candidates tie, a fixed order decides, so that reruns agree; more samples "
-        "may tell them apart.",
-        *other,
-    ]
-
-
-def _longer(margin: float) -> str:
-    """``27.0 % longer``, or ``5.4 times as long`` from twice on."""
-    return f"{percent_text(margin)} longer" if margin < 1 else f"{1 + margin:.3g} times as long"
-
-
-def _next_backend(one: Evidence, d: Decision) -> list[str]:
-    """The best of the other backends that were allowed, in a sentence."""
-    there = one.at(d.bucket.measured)
-    winner = next((m for m in there if m.candidate == d.winner and m.status == "ok"), None)
-    allowed = {r.candidate for r in d.rejected if r.status == "ok" and r.time_us is not None}
-    names = {m.candidate.backend for m in there} - {d.winner.backend}
-    found = [m for name in names if (m := fastest(there, name)) is not None]
-    # A published table has no list of rejected candidates; all in it were right.
-    may = [m for m in found if one.figures or m.candidate in allowed]
-    found = [m for m in may if m.accuracy == "exact"]
-    if winner is None or not found:
-        return []
-    best = min(found, key=lambda m: samples.estimate(m).us)
-    ratio = compared(best, winner)
-    return [
-        f"The next best backend, {printable(best.candidate.backend)}, takes "
-        f"{_longer(ratio.margin)}."
-    ]
-
-
-def _priority(one: Evidence, d: Decision) -> list[str]:
-    """What vLLM's fixed order would take, and what that costs."""
-    table = speedup_data([one])
-    rows: Any = table[table["num_tokens"] == d.bucket.measured].to_dict("records")
-    row = rows[0] if rows else None
-    if row is None or pd.isna(row["baseline"]) or pd.isna(row["speedup"]):
-        return []
-    name = printable(row["baseline"])
-    if row["baseline"] == row["chosen"]:
-        return [f"vLLM's fixed order of backends takes {name} as well."]
-    change = row["speedup"] - 1
-    sense = "longer" if change > 0 else "less"
-    unsure = " (the interval includes no difference)" if row["settled"] is False else ""
-    words = [
-        f"vLLM's fixed order of backends takes {name}, which takes "
-        f"{percent_text(abs(change))} {sense}{unsure}."
-    ]
-    if "(a8)" in name:
-        words.append(f"{name} computes with 8-bit activations: other numbers, not only other time.")
-    return words
-
-
-def _accuracy(d: Decision) -> list[str]:
-    if d.accuracy != "exact":
-        return ["It quantises activations to 8 bits inside, which was allowed."]
-    faster = [r for r in d.rejected if r.accuracy == "a8" and r.status == "ok" and r.time_us]
-    best = min(faster, key=lambda r: r.time_us or 0, default=None)
-    if best is None or best.time_us is None or best.time_us >= d.winner_us:
-        return []
-    gain = percent_text(d.winner_us / best.time_us - 1)
-    return [
-        f"{printable(best.candidate.backend)}, which quantises activations to 8 bits inside, would "
-        f"gain {gain}; it is chosen only where allowed (--allow-a8)."
-    ]
-
-
-def _elsewhere(one: Evidence, d: Decision) -> str:
-    """Which other backends are chosen at other token counts."""
-    others: dict[str, list[str]] = {}
-    for outcome in one.outcomes:
-        if isinstance(outcome, Decision) and outcome.winner.backend != d.winner.backend:
-            others.setdefault(outcome.winner.backend, []).append(outcome.bucket.label)
-    parts = [f"{printable(name)} at {', '.join(labels)}" for name, labels in others.items()]
-    return f"At other token counts: {'; '.join(parts)} tokens." if parts else ""
-
-
-def _check(one: Evidence, batch: int, place: str) -> tuple[str, ...]:
-    if one.command:
-        sweep = f"autosel sweep {one.target} --tokens {batch}" if one.target else ""
-        return tuple(line for line in (one.command, sweep) if line)
-    target = one.target or "CHECKPOINT"
-    db = f" --db {shlex.quote(printable(place))}" if place else ""
-    routing = "" if one.routing == "uniform" else f" --routing {shlex.quote(one.routing)}"
-    return (
-        f"autosel explain {target} --tokens {batch}{routing}{db}",
-        f"autosel sweep {target} --tokens {batch}{routing} --db fresh.db",
-    )
 
 
 def _decisions(found: Sequence[Evidence]) -> Table:

@@ -22,8 +22,9 @@ import autosel
 from autosel import evidence_files, figures, plots
 from autosel.errors import AutoselError
 from autosel.evidence import Evidence
-from autosel.report_data import Verdict, report_data
+from autosel.report_data import report_data
 from autosel.report_page import write_report
+from autosel.report_verdict import Verdict
 from bench import results_data
 
 #: Tables without samples, by file name.

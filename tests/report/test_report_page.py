@@ -11,8 +11,9 @@ import pytest
 
 from autosel.core import Candidate, Device, Rejected
 from autosel.errors import AutoselError
-from autosel.report_data import report_data, verdict
+from autosel.report_data import report_data
 from autosel.report_page import inline_svg, page, write_report
+from autosel.report_verdict import verdict
 from tests.made_evidence import GPU, PROBLEM, decided, evidence, row
 
 EVIL = "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"'&{{7*7}}</style>"
