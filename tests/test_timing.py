@@ -346,20 +346,30 @@ def test_ceilings_are_positive_plausible_and_quick() -> None:
 class ScriptedGpu:
     """torch.cuda's surface as the timer uses it. Work is queued and done at synchronisation."""
 
-    def __init__(self, capture_fails: bool = False) -> None:
+    def __init__(self, capture_fails: bool = False, event_nodes: bool = True) -> None:
         self.gpu_us = 0.0
         self.log: list[str] = []
         self.capture_fails = capture_fails
-        self.capturing = False
+        self.capturing: list[Any] | None = None
         gpu = self
 
         class Event:
-            def __init__(self, enable_timing: bool) -> None:
+            def __init__(self, enable_timing: bool, external: bool = False) -> None:
                 assert enable_timing
+                if external and not event_nodes:
+                    raise TypeError("Event() got an unexpected keyword argument 'external'")
+                self.external = external
                 self.at = -1.0
 
             def record(self) -> None:
-                gpu.log.append("record")
+                if gpu.capturing is not None:
+                    assert self.external, "an ordinary event cannot be timed in a graph"
+                    gpu.capturing.append(self.mark)
+                else:
+                    gpu.log.append("record")
+                    self.mark()
+
+            def mark(self) -> None:
                 self.at = gpu.gpu_us
 
             def elapsed_time(self, end: Event) -> float:
@@ -373,19 +383,24 @@ class ScriptedGpu:
                 pass
 
         class CUDAGraph:
+            def __init__(self) -> None:
+                self.nodes: list[Any] = []
+
             def replay(self) -> None:
                 gpu.log.append("replay")
-                gpu.gpu_us += 40.0
+                gpu.gpu_us += 5.0  # the start of a graph
+                for node in self.nodes:
+                    node()
 
         class Capture:
-            def __init__(self, graph: object, **how: object) -> None:
-                pass
+            def __init__(self, graph: CUDAGraph, **how: object) -> None:
+                self.graph = graph
 
             def __enter__(self) -> None:
-                gpu.capturing = True
+                gpu.capturing = self.graph.nodes
 
             def __exit__(self, *exc: object) -> None:
-                gpu.capturing = False
+                gpu.capturing = None
                 if gpu.capture_fails and exc[0] is None:
                     raise RuntimeError("operation not permitted when stream is capturing")
 
@@ -412,9 +427,15 @@ class ScriptedGpu:
         self.log.append("synchronize")
 
     def kernel(self) -> None:
-        self.log.append("launch" if not self.capturing else "captured")
-        if not self.capturing:
+        if self.capturing is not None:
+            self.log.append("captured")
+            self.capturing.append(self.work)
+        else:
+            self.log.append("launch")
             self.gpu_us += 60.0  # 40 of work and 20 of launch gap
+
+    def work(self) -> None:
+        self.gpu_us += 40.0
 
 
 GPU = Device(kind="cuda", name="scripted", capability=(9, 0), cache_bytes=1 << 20)
@@ -429,8 +450,18 @@ def test_a_graph_is_captured_once_and_its_replays_are_timed() -> None:
     assert gpu.log.count("captured") == 1
     assert facts(found["a"])["captured"] is True
     assert facts(found["a"])["graph"] is True
-    sample = "record,replay,record,synchronize"
-    assert sample in ",".join(gpu.log)
+    assert facts(found["a"])["event_nodes"] is True
+    assert "replay,synchronize" in ",".join(gpu.log)
+
+
+def test_without_event_nodes_the_events_stand_around_the_replay() -> None:
+    gpu = ScriptedGpu(event_nodes=False)
+    settings = TimingSettings(rounds=2, samples_per_round=3, flush_bytes=4096)
+    timer = timing_gpu.GpuTimer(GPU, settings, api=gpu)
+    found = time_candidates({"a": gpu.kernel}, settings, timer)
+    assert found["a"].times_us == pytest.approx([45.0] * 6), "the start of a graph is in it"
+    assert facts(found["a"])["event_nodes"] is False
+    assert "record,replay,record,synchronize" in ",".join(gpu.log)
 
 
 def test_what_cannot_be_captured_is_timed_eagerly_and_says_so() -> None:
@@ -459,8 +490,8 @@ def test_hot_gpu_samples_do_not_flush(monkeypatch: pytest.MonkeyPatch) -> None:
     timer = timing_gpu.GpuTimer(GPU, settings, api=gpu)
     assert timer.facts["flush_bytes"] == 0
     found = time_candidates({"a": gpu.kernel}, settings, timer)
-    assert facts(found["a"])["repeats"] == 10
-    assert found["a"].times_us == pytest.approx([40.0] * 5)
+    assert facts(found["a"])["repeats"] == 9
+    assert found["a"].times_us == pytest.approx([45.0] * 5)
 
 
 @pytest.mark.gpu
