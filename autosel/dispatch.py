@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from autosel import workspace
 from autosel.core import Params, Problem, Routing
 from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RoutingError, field_error
@@ -26,6 +27,7 @@ def apply(
     *,
     expert_map: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    checked_map: bool = False,
 ) -> torch.Tensor:
     """Run one MoE layer with ``backend`` and return ``[M, H]`` in the problem's act dtype.
 
@@ -37,6 +39,8 @@ def apply(
                 elsewhere. It may be left out only where this rank holds all experts.
     out         written and returned when given (any strides; it may share memory with ``x``)
 
+    checked_map  the map has been through :func:`check_expert_map` before
+
     With M = 0 nothing is launched. Raises RoutingError for ids, weights or a map of the wrong
     shape or type, and AutoselError for ``x``, ``out`` or a backend that ignores ``out``.
     """
@@ -47,7 +51,14 @@ def apply(
         raise AutoselError(field_error("x", "device", x.device, device))
     if out is not None:
         _check_out(out, x)
-    local = localize(routing, problem, expert_map, device=x.device)
+    local = localize(
+        routing,
+        problem,
+        expert_map,
+        device=x.device,
+        any_ids=backend.reads_any_ids,
+        checked=checked_map,
+    )
     if local.num_tokens != x.shape[0]:
         raise RoutingError(
             field_error("topk_ids", "tokens", local.num_tokens, f"{x.shape[0]} as in x")
@@ -58,10 +69,14 @@ def apply(
     if out is not None and out.is_contiguous() and not _share_memory(out, x):
         buffer = out
     else:
-        buffer = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        # Without `out` the result is the caller's; else it is copied there from planned memory.
+        make = torch.empty if out is None else workspace.empty
+        buffer = make(tuple(x.shape), dtype=x.dtype, device=x.device)
     with torch.no_grad():
-        result = backend.run(packed, x.contiguous(), local, params, buffer)
-        _check_result(backend, result, buffer)
+        if not x.is_contiguous():
+            x = workspace.empty(tuple(x.shape), x.dtype, x.device).copy_(x)
+        result = backend.run(packed, x, local, params, buffer)
+        check_result(backend, result, buffer)
         return buffer if out is None or out is buffer else out.copy_(buffer)
 
 
@@ -88,11 +103,10 @@ def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-def _check_result(backend: Backend, result: torch.Tensor, buffer: torch.Tensor) -> None:
-    """A backend that returns memory of its own left ``out`` unwritten: garbage, never an answer."""
-    if result is buffer:
-        return
-    if (
+def check_result(backend: Backend, result: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
+    """``buffer``, which a backend returned. One that returns memory of its own left ``out``
+    unwritten: garbage, never an answer."""
+    if result is not buffer and (
         not isinstance(result, torch.Tensor)
         or result.data_ptr() != buffer.data_ptr()
         or result.shape != buffer.shape
@@ -100,3 +114,4 @@ def _check_result(backend: Backend, result: torch.Tensor, buffer: torch.Tensor) 
         raise AutoselError(
             field_error(f"backend {backend.name}", "returned", "something else", "out itself")
         )
+    return buffer

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
+from autosel import workspace
 from autosel.core import Problem, Routing
 from autosel.errors import RoutingError, field_error
 
@@ -70,19 +73,22 @@ def localize(
     expert_map: torch.Tensor | None = None,
     *,
     device: torch.device | None = None,
+    any_ids: bool = False,
+    checked: bool = False,
 ) -> Routing:
     """Global routing to local: contiguous int32 ids ``[M, top_k]`` in ``[-1, num_local_experts)``
     and float32 weights, 0 where the id is -1.
 
     ``expert_map`` is an integer ``[num_experts]``: the local id of each expert, negative where it
     is elsewhere. Ids are compared in their own type before they are narrowed, so an int64 id of
-    ``2**32`` does not become expert 0. Tensors on a device are never read back. Raises
+    ``2**32`` does not become expert 0. With ``any_ids`` and no map, ids that are no expert may
+    stay as they are, and so may their weights (:attr:`autosel.interfaces.Backend.reads_any_ids`).
+    ``checked`` says that the map has been through :func:`check_expert_map`.
+    Tensors on a device are never read back. Raises
     RoutingError for shapes, types and devices that do not fit.
     """
     ids, weights = routing.topk_ids, routing.topk_weights
     _check_routing(ids, weights, problem, device)
-    ids = _widened(ids)
-    here = (ids >= 0) & (ids < problem.num_experts)  # [M, top_k]
     if expert_map is None:
         if problem.num_local_experts != problem.num_experts:
             raise RoutingError(
@@ -94,23 +100,70 @@ def localize(
                     f"{problem.num_local_experts} of them",
                 )
             )
-        local = ids
+        if any_ids:
+            return Routing(_narrowed(ids, problem.num_experts), _plain_floats(weights))
+        local, gone = _within(_widened(ids), problem.num_experts)
     else:
-        check_expert_map(expert_map, problem)
+        if not checked:
+            check_expert_map(expert_map, problem)
         if expert_map.device != ids.device:
             raise RoutingError(field_error("expert_map", "device", expert_map.device, ids.device))
-        local = _widened(expert_map)[torch.where(here, ids, 0).long()]  # [M, top_k]
-        here &= (local >= 0) & (local < problem.num_local_experts)
-    local = torch.where(here, local, -1).to(torch.int32)
+        known, gone = _within(_widened(ids), problem.num_experts)
+        placed = _widened(expert_map)
+        found = workspace.empty(tuple(ids.shape), placed.dtype, ids.device)
+        torch.index_select(placed, 0, known.view(-1), out=found.view(-1))
+        local, elsewhere = _within(found, problem.num_local_experts)
+        gone.logical_or_(elsewhere)
+    if local.dtype != torch.int32:
+        local = workspace.empty(tuple(ids.shape), torch.int32, ids.device).copy_(local)
+    local.masked_fill_(gone, _constant(-1, torch.int32))
     # A kernel may multiply before it masks, and 0 times a stray NaN weight is NaN.
-    weights = torch.where(here, weights.to(torch.float32), 0.0)
-    return Routing(local.contiguous(), weights.contiguous())
+    served = workspace.empty(tuple(ids.shape), torch.float32, ids.device)
+    return Routing(local, served.copy_(weights).masked_fill_(gone, _constant(0, torch.float32)))
+
+
+@functools.cache
+def _constant(value: int, dtype: torch.dtype) -> torch.Tensor:
+    """On the CPU for every device: a number would become a new tensor in each call."""
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=dtype)
+
+
+def _within(ids: torch.Tensor, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """``ids`` held between 0 and ``stop - 1``, and whether that changed them. In planned memory:
+    steady state allocates nothing, and two operators are fewer than four comparisons."""
+    shape = tuple(ids.shape)
+    held = workspace.empty(shape, ids.dtype, ids.device)
+    torch.clamp(ids, 0, stop - 1, out=held)
+    changed = workspace.empty(shape, torch.bool, ids.device)
+    return held, torch.ne(held, ids, out=changed)
+
+
+def _narrowed(ids: torch.Tensor, stop: int) -> torch.Tensor:
+    """As contiguous int32; what is no expert stays none."""
+    shape = tuple(ids.shape)
+    if ids.dtype == torch.int32:
+        if ids.is_contiguous():
+            return ids
+        return workspace.empty(shape, torch.int32, ids.device).copy_(ids)
+    ids = _widened(ids)
+    held = workspace.empty(shape, ids.dtype, ids.device)
+    torch.clamp(ids, -1, stop, out=held)
+    return workspace.empty(shape, torch.int32, ids.device).copy_(held)
+
+
+def _plain_floats(weights: torch.Tensor) -> torch.Tensor:
+    if weights.dtype == torch.float32 and weights.is_contiguous():
+        return weights
+    return workspace.empty(tuple(weights.shape), torch.float32, weights.device).copy_(weights)
 
 
 def _widened(ids: torch.Tensor) -> torch.Tensor:
     # Small and unsigned types lack comparisons in torch; uint64 above 2**63 turns negative, which
     # is out of range as well.
-    return ids if ids.dtype in (torch.int32, torch.int64) else ids.to(torch.int64)
+    if ids.dtype in (torch.int32, torch.int64):
+        return ids
+    return workspace.empty(tuple(ids.shape), torch.int64, ids.device).copy_(ids)
 
 
 def _check_routing(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -136,6 +136,9 @@ class Backend(ABC):
     distributions: ClassVar[tuple[str, ...]] = ()
     #: One of autosel's own kernels; those are tried first where time is short.
     ours: ClassVar[bool] = False
+    #: :meth:`run` leaves out every id that is no local expert, whatever int32 it is, and never
+    #: reads its weight; calls that fit otherwise then go to it as they are.
+    reads_any_ids: bool = False
     #: Extra to install when the operator is missing, for the reason.
     extra: ClassVar[str | None] = None
 
@@ -167,6 +170,17 @@ class Backend(ABC):
         it raises is ignored: the candidate's own first call compiles what is missing.
         """
 
+    def compiled_counts(
+        self, problem: Problem, params: Params, token_counts: Sequence[int], device: Device
+    ) -> Sequence[int]:
+        """Those of ``token_counts`` that :meth:`compile_ahead` should be called for.
+
+        A candidate is called with all of them: the one to be timed, which comes first, and those of
+        verification. Each that is given back is compiled by itself, so that kernels which two of
+        them share should be named once. By default the first alone. No device work.
+        """
+        return token_counts[:1]
+
     @abstractmethod
     def run(
         self,
@@ -180,7 +194,8 @@ class Backend(ABC):
 
         x        ``[M, H]`` in the problem's act dtype, contiguous, M > 0
         routing  ids int32 ``[M, top_k]``, LOCAL (0 .. num_local_experts - 1) or -1 for a slot
-                 served elsewhere; weights float32 ``[M, top_k]``; both contiguous
+                 served elsewhere (any other number too, with :attr:`reads_any_ids`); weights
+                 float32 ``[M, top_k]``; both contiguous
         out      ``[M, H]`` like x; every element must be written
 
         ``x``, ``routing`` and ``packed`` must not change. Call it through

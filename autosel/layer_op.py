@@ -47,7 +47,7 @@ def _run(
         raise AutoselError(
             field_error("autosel::fused_moe", "layer", layer, "a FusedMoE that still exists")
         )
-    return runtime.run(x, topk_ids, topk_weights)
+    return runtime.run(x, topk_ids, topk_weights, compiled=True)
 
 
 def _fake(

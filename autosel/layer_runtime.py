@@ -15,10 +15,10 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 
-from autosel import registry
+from autosel import registry, workspace
 from autosel.compare import compare
 from autosel.core import CanonicalExperts, Device, Params, Problem, Routing, Status, Support
-from autosel.dispatch import apply
+from autosel.dispatch import apply, check_result
 from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RankError, UnsupportedError, field_error
 from autosel.failures import CAUGHT, failed, is_out_of_memory
@@ -44,6 +44,7 @@ class _Watched(Backend):
 
     def __init__(self, backend: Backend) -> None:
         self._backend, self._run = backend, backend.run
+        self.reads_any_ids = backend.reads_any_ids
         self.label = backend.name
 
     def supports(self, problem: Problem, device: Device) -> Support:
@@ -104,7 +105,7 @@ class LayerRuntime:
         self.expert_map = expert_map
         self._loader, self._chooser, self._check = loader, chooser, check
         self._dtype = torch_dtype(self.problem.act_dtype)
-        self._width = self.problem.hidden_size
+        self._width, self._top_k = self.problem.hidden_size, self.problem.top_k
         self._lock = threading.Lock()
         if _capturing(device):
             raise AutoselError(
@@ -126,6 +127,7 @@ class LayerRuntime:
         topk_weights: torch.Tensor,
         out: torch.Tensor | None = None,
         trusted: bool = False,
+        compiled: bool = False,
     ) -> torch.Tensor:
         """The layer's output ``[M, H]``; see :meth:`autosel.layer.FusedMoE.forward`.
 
@@ -133,16 +135,13 @@ class LayerRuntime:
         """
         while True:
             entry = self._table.at(x.shape[0])
+            # Inside torch.compile the compiled graph plans memory, and its pools are private.
+            held = None if compiled else workspace.begin(self.device)
             try:
-                if trusted and out is None and self._plain(x, topk_ids, topk_weights):
-                    with torch.no_grad():
-                        return entry.backend.run(
-                            entry.packed,
-                            x,
-                            Routing(topk_ids, topk_weights),
-                            entry.params,
-                            torch.empty_like(x),
-                        )
+                if (trusted or entry.backend.reads_any_ids) and self._plain(
+                    x, topk_ids, topk_weights, out
+                ):
+                    return self._direct(entry, x, Routing(topk_ids, topk_weights), out)
                 return apply(
                     entry.backend,
                     entry.packed,
@@ -151,13 +150,41 @@ class LayerRuntime:
                     entry.params,
                     expert_map=self.expert_map,
                     out=out,
+                    checked_map=True,
                 )
             except RunFailedError as error:
                 cause = error.__cause__
                 assert cause is not None
-                self._replace(entry, cause, x.shape[0])
+                failure = cause
+            finally:
+                workspace.end(held)
+            self._replace(entry, failure, x.shape[0])
 
-    def _plain(self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> bool:
+    def _direct(
+        self, entry: Entry, x: torch.Tensor, routing: Routing, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """A call whose tensors are already what a backend is promised."""
+        buffer = torch.empty_like(x) if out is None else out
+        if not torch.is_grad_enabled():
+            return check_result(
+                entry.backend,
+                entry.backend.run(entry.packed, x, routing, entry.params, buffer),
+                buffer,
+            )
+        with torch.no_grad():
+            return check_result(
+                entry.backend,
+                entry.backend.run(entry.packed, x, routing, entry.params, buffer),
+                buffer,
+            )
+
+    def _plain(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None,
+    ) -> bool:
         """Whether metadata is what a backend is promised; the values of ids are the caller's."""
         rows = x.shape[0]
         return (
@@ -167,11 +194,22 @@ class LayerRuntime:
             and topk_ids.dtype is torch.int32
             and topk_weights.dtype is torch.float32
             and x.shape == (rows, self._width)
-            and topk_ids.shape == topk_weights.shape == (rows, self.problem.top_k)
+            and topk_ids.shape == topk_weights.shape == (rows, self._top_k)
             and x.is_contiguous()
             and topk_ids.is_contiguous()
             and topk_weights.is_contiguous()
             and x.device == topk_ids.device == topk_weights.device == self.device
+            and (out is None or self._apart(out, x))
+        )
+
+    def _apart(self, out: torch.Tensor, x: torch.Tensor) -> bool:
+        """Whether a backend may write into ``out`` while it reads ``x``."""
+        return (
+            out.dtype is x.dtype
+            and out.shape == x.shape
+            and out.device == x.device
+            and out.is_contiguous()
+            and out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
         )
 
     # building --------------------------------------------------------------------------------

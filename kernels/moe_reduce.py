@@ -31,6 +31,6 @@ def reduce_kernel(y_ptr, position_ptr, ids_ptr, weights_ptr, out_ptr, N: tl.cons
             served = (expert >= 0) & (expert < E)
         v = tl.load(y_ptr + row * N + n, mask=(n < N) & served, other=0.0).to(tl.float32)
         if WEIGHTED:
-            v = v * tl.load(weights_ptr + slot)
+            v = v * tl.load(weights_ptr + slot, mask=served, other=0.0)
         acc += v
     tl.store(out_ptr + token * N + n, acc.to(out_ptr.dtype.element_ty), mask=n < N)

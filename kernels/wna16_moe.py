@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from autosel import workspace
 from autosel.kernels.moe_align import align_kernel, count_kernel, max_blocks, place_kernel
 from autosel.kernels.moe_decode import decode_down, decode_gate_up
 from autosel.kernels.moe_gather import gather_inputs
@@ -35,7 +36,7 @@ def align(
     slots = ids.numel()
 
     def new(*size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=ids.device)
+        return workspace.empty(size, dtype, ids.device)
 
     out = (new(slots), new(slots), new(max_blocks(slots, layer.experts, block), 4))
     common = dict(E=layer.experts, PDL=layer.pdl, **pdl_option(layer))
@@ -236,7 +237,7 @@ def layer_launches(
     launches: list[Launch] = []
 
     def scratch(columns: int) -> torch.Tensor:
-        return torch.empty((slots, columns), dtype=x.dtype, device=x.device)
+        return workspace.empty((slots, columns), x.dtype, x.device)
 
     xdiv = layer.top_k
     if "x_order" in layer.tensors:  # act-order: inputs of each slot in its expert's order

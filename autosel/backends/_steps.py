@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from autosel import workspace
 from autosel.activations import activate, constants
 from autosel.core import Activation
 
@@ -40,16 +41,16 @@ def slot_rows(x: torch.Tensor, topk_ids: torch.Tensor, order: torch.Tensor | Non
     Rows of slots that no expert here serves hold anything.
     """
     num_tokens, top_k = topk_ids.shape
-    tokens = torch.arange(num_tokens, device=x.device).repeat_interleave(top_k)
-    if order is None:
-        return x[tokens]
-    if _plain(x):
+    if order is None or _plain(x):
+        tokens = torch.arange(num_tokens, device=x.device).repeat_interleave(top_k)
+        if order is None:
+            return x[tokens]
         places = order[topk_ids.flatten().clamp(min=0).long()].long()  # [M * top_k, H]
         return x[tokens].gather(1, places)
     from autosel.kernels.moe_gather import gather_inputs
 
     slots, width = topk_ids.numel(), x.shape[1]
-    out = torch.empty((slots, width), dtype=x.dtype, device=x.device)
+    out = workspace.empty((slots, width), x.dtype, x.device)
     block = min(1024, 1 << (width - 1).bit_length())
     for start in range(0, num_tokens, _MAX_GRID_Y // top_k):
         end = min(start + _MAX_GRID_Y // top_k, num_tokens)
@@ -95,8 +96,8 @@ def quantize_rows(x: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, t
         return away.to(torch.int8), largest / 127.0 * factor
     from autosel.kernels.row_int8 import quantize_rows_kernel
 
-    q = torch.empty((rows, width), dtype=torch.int8, device=x.device)
-    scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+    q = workspace.empty((rows, width), torch.int8, x.device)
+    scales = workspace.empty((rows, 1), torch.float32, x.device)
     block = 1 << (width - 1).bit_length()
     warps = min(max(block // 256, 1), 8)
     quantize_rows_kernel[(rows,)](x, q, scales, factor, N=width, BLOCK=block, num_warps=warps)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from autosel import workspace
 from autosel.align import Aligned, align_block_size, capacity
 from autosel.backends import _vllm_ops
 
@@ -41,7 +42,7 @@ def _call(
     places = capacity(ids.numel(), num_experts, block)
 
     def ints(count: int) -> torch.Tensor:
-        return torch.empty(count, dtype=torch.int32, device=ids.device)
+        return workspace.empty((count,), torch.int32, ids.device)
 
     aligned = Aligned(ints(places), ints(-(-places // block)), ints(1), block)
     _vllm_ops.call(

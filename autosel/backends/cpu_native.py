@@ -132,6 +132,7 @@ class CpuNativeBackend(Backend):
     name: ClassVar[str] = "cpu_native"
     summary: ClassVar[str] = "our fused C++ kernel, exact weights, built here at first use"
     ours: ClassVar[bool] = True
+    reads_any_ids: bool = True
 
     def __init__(self) -> None:
         self._local = threading.local()

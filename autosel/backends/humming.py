@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from autosel import workspace
 from autosel.align import expert_ranks
 from autosel.backends import _package, _rules
 from autosel.backends._batches import fill
@@ -192,7 +193,7 @@ def _buffers(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     problem, inner = packed.problem, packed.problem.intermediate_size
     widths = (problem.num_shards * inner, inner, x.shape[1])
-    h, a, y = (torch.empty((rows, w), dtype=x.dtype, device=x.device) for w in widths)
+    h, a, y = (workspace.empty((rows, w), x.dtype, x.device) for w in widths)
     return h, a, y
 
 

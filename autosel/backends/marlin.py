@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from autosel import workspace
 from autosel.align import Aligned
 from autosel.backends import _rules, _vllm_ops
 from autosel.backends._steps import activate_into, reduce_into, slot_rows
@@ -245,9 +246,9 @@ def gemms(
     rows, hidden = x.shape
     inner = padded_intermediate(problem)
     slots = rows * top_k
-    h = torch.empty((slots, problem.num_shards * inner), dtype=x.dtype, device=device)
-    a = torch.empty((slots, inner), dtype=x.dtype, device=device)
-    y = torch.empty((slots, hidden), dtype=x.dtype, device=device)
+    h = workspace.empty((slots, problem.num_shards * inner), x.dtype, device)
+    a = workspace.empty((slots, inner), x.dtype, device)
+    y = workspace.empty((slots, hidden), x.dtype, device)
     try:
         first = inputs(packed, "w13", x) if inputs else (x, None)
         _gemm(packed, "w13", first, h, blocks, topk_weights, params, top_k, weight_first)

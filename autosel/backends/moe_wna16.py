@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from autosel import workspace
 from autosel.align import Aligned
 from autosel.backends import _rules, _vllm_ops
 from autosel.backends._steps import activate_into, reduce_into
@@ -97,9 +98,9 @@ class MoeWna16(Backend):
         blocks = align(
             routing.topk_ids, problem.num_local_experts, int(str(settings["BLOCK_SIZE_M"]))
         )
-        h = torch.empty((slots, width), dtype=x.dtype, device=x.device)
-        a = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
-        y = torch.empty((slots, x.shape[1]), dtype=x.dtype, device=x.device)
+        h = workspace.empty((slots, width), x.dtype, x.device)
+        a = workspace.empty((slots, inner), x.dtype, x.device)
+        y = workspace.empty((slots, x.shape[1]), x.dtype, x.device)
         on_input, weights = problem.router_weight_on_input, routing.topk_weights
         _gemm(packed, "w13", x, h, blocks, weights if on_input else None, settings, top_k)
         activate_into(a, h, problem.activation)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from autosel import workspace
 from autosel.align import Aligned
 from autosel.backends import _package, _rules
 from autosel.backends._steps import activate_into, reduce_into
@@ -90,9 +91,9 @@ class Triton(Backend):
         experts, top_k = problem.num_local_experts, problem.top_k
         slots, inner = num_tokens * top_k, problem.intermediate_size
         blocks = align(routing.topk_ids, experts, int(str(settings["BLOCK_SIZE_M"])))
-        h = torch.empty((slots, problem.num_shards * inner), dtype=x.dtype, device=x.device)
-        a = torch.empty((slots, inner), dtype=x.dtype, device=x.device)
-        y = torch.empty((slots, x.shape[1]), dtype=x.dtype, device=x.device)
+        h = workspace.empty((slots, problem.num_shards * inner), x.dtype, x.device)
+        a = workspace.empty((slots, inner), x.dtype, x.device)
+        y = workspace.empty((slots, x.shape[1]), x.dtype, x.device)
         on_input, weights = problem.router_weight_on_input, routing.topk_weights
         _gemm(packed, "w13", x, h, blocks, weights, settings, top_k, on_input, False)
         activate_into(a, h, problem.activation)

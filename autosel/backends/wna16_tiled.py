@@ -75,6 +75,7 @@ class Wna16TiledBackend(Backend):
     name: ClassVar[str] = "wna16_tiled"
     summary: ClassVar[str] = "our own kernels: decode, grouped and Hopper prefill on one layout"
     ours: ClassVar[bool] = True
+    reads_any_ids: bool = True
     distributions: ClassVar[tuple[str, ...]] = ("triton", "pytorch-triton-rocm")
 
     def available(self, device: Device) -> Support:

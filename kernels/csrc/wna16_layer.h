@@ -25,7 +25,7 @@ enum Wna16Dot { kDotF32, kDotBF16, kDotAmx, kDotInt8, kDotAmxInt8 };
 
 struct Wna16Call {
     const void* x;           // [M][hidden] in act_dtype
-    const int32_t* ids;      // [M][top_k], local expert or negative
+    const int32_t* ids;      // [M][top_k], local expert; any other number is no expert
     const float* weights;    // [M][top_k]
     void* out;               // [M][hidden]
     uint8_t* workspace;
@@ -104,11 +104,14 @@ struct Layer {
         return used;
     }
 
+    // Any other id, negative or too large, belongs to no expert here.
+    bool served(int64_t i) const { return call.ids[i] >= 0 && call.ids[i] < layer.experts; }
+
     void sort() {
         const int64_t most = call.tokens * call.top_k;
         std::fill(start, start + layer.experts + 1, 0);
         for (int64_t i = 0; i < most; ++i)
-            if (call.ids[i] >= 0) ++start[call.ids[i] + 1];
+            if (served(i)) ++start[call.ids[i] + 1];
         for (int64_t e = 0; e < layer.experts; ++e) {
             if (start[e + 1]) active[num_active++] = int32_t(e);
             start[e + 1] += start[e];
@@ -116,7 +119,7 @@ struct Layer {
         rows = start[layer.experts];
         for (int64_t i = 0; i < most; ++i) {
             where[i] = -1;
-            if (call.ids[i] < 0) continue;
+            if (!served(i)) continue;
             where[i] = start[call.ids[i]]++;
             slot[where[i]] = int32_t(i);
         }

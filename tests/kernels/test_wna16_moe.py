@@ -81,6 +81,22 @@ def test_slots_served_elsewhere_add_nothing(path):
     assert torch.equal(out[1], torch.zeros_like(out[1]))
 
 
+@pytest.mark.parametrize("path", ["decode", "scan", "sorted", "srows"])
+def test_any_number_may_stand_for_no_expert_and_its_weight_is_not_read(path):
+    """What ``reads_any_ids`` promises, without and with a bias (each has sums of its own)."""
+    for bias in (False, True):
+        experts = make_experts(make_problem(bias=bias))
+        layer = tiled_layer(Wna16Tiled("bfloat16").pack(experts))
+        x = torch.randn((3, 128), generator=torch.Generator().manual_seed(1)).bfloat16()
+        plain = torch.tensor([[0, -1], [-1, -1], [3, 2]], dtype=torch.int32)
+        strays = torch.tensor([[0, 4], [2**31 - 1, -5], [3, 2]], dtype=torch.int32)
+        weights = torch.tensor([[0.5, 0.0], [0.0, 0.0], [0.25, 0.75]])
+        outs = [torch.full_like(x, float("nan")) for _ in range(2)]
+        moe_forward(layer, x, plain, weights, outs[0], PATHS[path])
+        moe_forward(layer, x, strays, weights.where(plain >= 0, float("nan")), outs[1], PATHS[path])
+        assert torch.equal(*outs)
+
+
 @pytest.mark.parametrize("path", ["scan", "sorted", "rows", "srows"])
 def test_one_hot_expert_takes_several_blocks(path):
     ids = torch.tensor([[1, 2]] * 9 + [[1, 0]] * 2, dtype=torch.int32)
