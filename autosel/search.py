@@ -82,6 +82,21 @@ def propose(
     return search.found
 
 
+def first_points(
+    space: Space, budget: int, seed: int = 0, seeds: Sequence[Params] = ()
+) -> list[Point]:
+    """What a :class:`Search` asks for at first, as far as no answer changes it.
+
+    A failure does change what comes after it, so these are what to prepare for and no promise.
+    """
+    search = Search(space, budget, seed, seeds)
+    found: list[Point] = []
+    while len(found) < STARTUP and (params := search.ask()) is not None:
+        found.append(params)
+        search.tell(1.0)
+    return found
+
+
 class Search:
     """The same step by step: :meth:`ask` for a point, :meth:`tell` what it gave, until None."""
 

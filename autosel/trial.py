@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 
 from autosel import routing_file
+from autosel.bench_compile import FirstCallCompiles
 from autosel.certify import certify
 from autosel.compare import Verdict
 from autosel.core import (
@@ -70,7 +71,7 @@ class Known:
     audited: dict[str, float] = field(default_factory=dict)
 
 
-class Bench:
+class Bench(FirstCallCompiles):
     """Loads the weights when the first candidate needs them; keeps packed layouts and verdicts.
 
     watch          told whose call comes next while several are timed
@@ -167,9 +168,6 @@ class Bench:
         return blank_row(
             self._source.problem, self._settings, self._device, candidate, num_tokens, status, why
         )
-
-    def compile_ahead(self, backend: Backend, points: Sequence[Params], num_tokens: int) -> None:
-        """Nothing: in this process the first call compiles."""
 
     def attempt(self, candidate: Candidate, num_tokens: int) -> Measurement:
         """Pack, call once and verify; "ok" means ready for :meth:`time`, without times yet.

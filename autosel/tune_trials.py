@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from autosel import neighbours, studies
@@ -19,7 +19,7 @@ from autosel.engine_export import read_tuned
 from autosel.failures import CAUGHT, failed
 from autosel.interfaces import Backend, Space
 from autosel.quarantine import Quarantine, code_hash
-from autosel.search import Search
+from autosel.search import Search, first_points
 from autosel.store import Store
 from autosel.timing import TimingSettings
 from autosel.tune_types import Observer, SweepSettings
@@ -33,6 +33,30 @@ HOPELESS = 1.5
 
 Rows = list[Measurement]
 Stored = Mapping[Candidate, Measurement]
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What of one backend is to be tried at one token count.
+
+    own       its own setting
+    known     rows that another search would only repeat
+    refusal   status and reason where it, or its own setting (``refused``), is not tried
+    others    its further settings, where they are few; else the space to search
+    """
+
+    backend: Backend
+    own: Candidate | None = None
+    known: Rows | None = None
+    refusal: tuple[Status, str] | None = None
+    refused: Params = field(default_factory=dict)
+    others: list[Params] = field(default_factory=list)
+    searched: Space | None = None
+    seeds: list[Params] = field(default_factory=list)
+
+    @property
+    def own_points(self) -> list[Params]:
+        return [] if self.own is None else [self.own.params_dict]
 
 
 class Trials:
@@ -70,11 +94,23 @@ class Trials:
         """Every candidate: refused, failed, taken from the store, or ready for timing."""
         self.untried = []
         self.is_ready = any(row.status == "ok" for row in stored.values())
-        walks = {b.name: self._walk(b, num_tokens, stored) for b in self.backends}
-        rows = {name: next(walk) for name, walk in walks.items()}
-        for name in self._fastest_first(rows, num_tokens):
-            for more in walks[name]:
-                rows[name] += more
+        turns = {b.name: self._turn(b, num_tokens, stored) for b in self.backends}
+        for turn in turns.values():
+            self._compile_ahead(turn, turn.own_points, num_tokens, stored)
+        rows: dict[str, Rows] = {}
+        left = list(turns.values())
+        while left:
+            left.remove(turn := self._next(left, num_tokens))
+            rows[turn.backend.name] = self._own_rows(turn, num_tokens, stored)
+        order = [turns[name] for name in self._fastest_first(rows, num_tokens)]
+        if not self.deadline.is_set:  # else time may end before the next one's turn comes
+            for turn in order:
+                self._compile_ahead(turn, self._first_points(turn, num_tokens), num_tokens, stored)
+        for turn in order:
+            if self.deadline.is_set:
+                self._compile_ahead(turn, self._first_points(turn, num_tokens), num_tokens, stored)
+            rows[turn.backend.name] += self._other_rows(turn, num_tokens, stored)
+        self.bench.drop_compilations()  # what time did not suffice for
         # A search tries the backend's own setting once more; the later row counts.
         found = (row for backend in self.backends for row in rows[backend.name])
         return list({row.candidate: row for row in found}.values())
@@ -125,49 +161,86 @@ class Trials:
                 us[row.candidate.backend] = min(row.times_us, default=math.inf)
         return sorted(rows, key=lambda name: us.get(name, math.inf))
 
-    def _walk(self, backend: Backend, num_tokens: int, stored: Stored) -> Iterator[Rows]:
-        """One backend's rows: first of its own setting (or its refusal), then of the others."""
+    def _turn(self, backend: Backend, num_tokens: int, stored: Stored) -> _Turn:
+        """What of a backend there is to try."""
+        turn = _Turn(backend)
         try:
             support = backend.supports(self.problem, self.device)
-            if support:
-                space = backend.space(self.problem, num_tokens, self.device)
-                illegal = space.constraint(space.default)
-                points: list[Params] = list(islice(space, min(FINALISTS + 1, self.settings.trials)))
-                if illegal is None:
-                    self.defaults.add(self.bench.candidate(backend, space.default))
+            if not support:
+                turn.refusal = "unsupported", str(support)
+                return turn
+            space = backend.space(self.problem, num_tokens, self.device)
+            illegal = space.constraint(space.default)
+            points: list[Params] = list(islice(space, min(FINALISTS + 1, self.settings.trials)))
+            if illegal is None:
+                turn.own = self.bench.candidate(backend, space.default)
+                self.defaults.add(turn.own)
         except CAUGHT as error:
-            outcome = failed(error, f"{backend.name} supports")
-            yield [self._unless_known(backend, {}, num_tokens, outcome, stored)]
-            return
-        if not support:
-            outcome = ("unsupported", str(support))
-            yield [self._unless_known(backend, {}, num_tokens, outcome, stored)]
-            return
+            turn.refusal = failed(error, f"{backend.name} supports")
+            return turn
         # A token count is stored as a whole, so that any row of a searched backend means done.
         known = [row for row in stored.values() if row.candidate.backend == backend.name]
-        searched = len(points) > FINALISTS
-        if searched and known and all(self._is_final(row, backend) for row in known):
-            yield known
-            return
-        if illegal is None:
-            points = [p for p in points if p != space.default]
-            self._compile_ahead(backend, [space.default], num_tokens, stored)
-            yield self._attempts(backend, [space.default], num_tokens, stored)
+        is_searched = len(points) > FINALISTS
+        if is_searched and known and all(self._is_final(row, backend) for row in known):
+            turn.known, turn.own = known, None
+            return turn
+        if illegal is not None:
+            why = f"its default setting is illegal here: {illegal}"
+            turn.refusal, turn.refused = ("unsupported", why), space.default
+        if is_searched:
+            turn.searched = space
         else:
-            outcome = ("unsupported", f"its default setting is illegal here: {illegal}")
-            yield [self._unless_known(backend, space.default, num_tokens, outcome, stored)]
-        if searched:
-            yield self._search(backend, space, num_tokens)
-        else:
-            self._compile_ahead(backend, points, num_tokens, stored)
-            yield self._attempts(backend, points, num_tokens, stored)
+            turn.others = [p for p in points if illegal is not None or p != space.default]
+        return turn
+
+    def _next(self, left: Sequence[_Turn], num_tokens: int) -> _Turn:
+        """Whose own setting to try: the first that need not wait for a compiler."""
+        own = [turn.own for turn in left if turn.own is not None]
+        if len(own) == len(left):
+            ready = self.bench.compiled(own, num_tokens, self._is_over)
+            return left[own.index(ready)] if ready is not None else left[0]
+        return next(turn for turn in left if turn.own is None)
+
+    def _own_rows(self, turn: _Turn, num_tokens: int, stored: Stored) -> Rows:
+        """The row of the backend's own setting, or of its refusal."""
+        if turn.refusal is not None:
+            found = turn.refused, num_tokens, turn.refusal
+            return [self._unless_known(turn.backend, *found, stored)]
+        if turn.known:
+            return turn.known
+        return self._attempts(turn.backend, turn.own_points, num_tokens, stored)
+
+    def _other_rows(self, turn: _Turn, num_tokens: int, stored: Stored) -> Rows:
+        if turn.searched is not None:
+            return self._search(turn, num_tokens)
+        return self._attempts(turn.backend, turn.others, num_tokens, stored)
+
+    def _first_points(self, turn: _Turn, num_tokens: int) -> list[Params]:
+        """What is tried beyond its own setting, as far as no outcome changes it."""
+        if turn.searched is None:
+            return turn.others
+        # What was best at the token count before is a good guess at this one, then what is stored.
+        best = self.best.get(turn.backend.name, [])
+        turn.seeds = [*best, *self._known_good(turn.backend, num_tokens)]
+        trials, seed = self.settings.trials, self.settings.seed
+        every = list(islice(turn.searched, trials + 1))
+        if len(every) <= trials and not self.deadline.is_set:
+            return [*every]
+        return [*first_points(turn.searched, trials, seed, turn.seeds)]
 
     def _compile_ahead(
-        self, backend: Backend, points: list[Params], num_tokens: int, stored: Stored
+        self, turn: _Turn, points: Sequence[Params], num_tokens: int, stored: Stored
     ) -> None:
-        missing = [p for p in points if not self._is_stored(backend, p, stored)]
-        if missing and not (self.is_ready and self.deadline.trying_is_over()):
-            self.bench.compile_ahead(backend, missing, num_tokens)
+        """Begin with what will be tried: neither what is known nor what there is no time for."""
+        if self._is_over():
+            return
+        missing = [p for p in points if not self._is_known(turn.backend, p, num_tokens, stored)]
+        if missing:
+            self.bench.compile_ahead(turn.backend, missing, num_tokens)
+
+    def _is_over(self) -> bool:
+        """Whether nothing further is tried at this token count."""
+        return self.is_ready and self.deadline.trying_is_over()
 
     def _attempts(
         self, backend: Backend, points: list[Params], num_tokens: int, stored: Stored
@@ -192,8 +265,10 @@ class Trials:
         known = stored.get(candidate)
         return known if known and (known.status, known.reason) == outcome else row
 
-    def _search(self, backend: Backend, space: Space, num_tokens: int) -> Rows:
+    def _search(self, turn: _Turn, num_tokens: int) -> Rows:
         """The default, the fastest few by a short timing, and every one that failed, with why."""
+        backend, space = turn.backend, turn.searched
+        assert space is not None
         tried: dict[Candidate, tuple[float, Measurement]] = {}
 
         def evaluate(params: Params) -> float:
@@ -209,15 +284,10 @@ class Trials:
             return score
 
         self.observer.step("search", num_tokens, Candidate.of(backend.name))
-        # What was best at the token count before is a good guess at this one, then what is stored.
-        seeds = [*self.best.get(backend.name, []), *self._known_good(backend, num_tokens)]
-        every = list(islice(space, self.settings.trials + 1))
-        known = len(every) <= self.settings.trials and not self.deadline.is_set
-        self.bench.compile_ahead(backend, every if known else [space.default, *seeds], num_tokens)
-        search = Search(space, self.settings.trials, self.settings.seed, seeds)
+        search = Search(space, self.settings.trials, self.settings.seed, turn.seeds)
         while (params := search.ask()) is not None:
             search.tell(evaluate(params))
-            if self.is_ready and self.deadline.trying_is_over():
+            if self._is_over():
                 self.untried.append(f"{backend.name}: search ended after {len(tried)} settings")
                 break
         if self.store:
@@ -260,7 +330,8 @@ class Trials:
             return known
         if held:
             return self.bench.row(candidate, num_tokens, held.incident.status, held.reason)
-        if self.is_ready and self.deadline.trying_is_over():
+        # A compiler may take longer than there is time.
+        if self._is_over() or self.bench.compiled([candidate], num_tokens, self._is_over) is None:
             self.untried.append(candidate.key)
             return None
         self.bench.load()
@@ -270,9 +341,17 @@ class Trials:
             self.quarantine.note(row, code, self.bench.step)
         return row
 
-    def _is_stored(self, backend: Backend, params: Params, stored: Stored) -> bool:
+    def _is_known(self, backend: Backend, params: Params, num_tokens: int, stored: Stored) -> bool:
+        """Whether :meth:`_attempt` would not call it."""
         wanted = Candidate.of(backend.name, params).params
-        return any((c.backend, c.params) == (backend.name, wanted) for c in stored)
+        if any((c.backend, c.params) == (backend.name, wanted) for c in stored):
+            return True
+        try:
+            candidate = self.bench.candidate(backend, params)
+            code = code_hash(backend, backend.layout(self.problem, params))
+        except CAUGHT:
+            return True
+        return self.quarantine.find(candidate, code, num_tokens) is not None
 
     def _is_final(self, row: Measurement, backend: Backend) -> bool:
         """Whether another attempt would say the same as the stored ``row``."""

@@ -97,7 +97,29 @@ class Worker:
         assert self._process.stdout is not None
         self._tail = Tail(self._process.stdout)
         threading.Thread(target=self._read, daemon=True).start()
-        self._started = time.monotonic()
+        self._stood_s = 0.0  # time in which the process was stopped, which no limit counts
+        self._stands_since: float | None = None
+        self._started = self.now()
+
+    def now(self) -> float:
+        """Seconds that the process could work, from an arbitrary start."""
+        until = self._stands_since
+        return (time.monotonic() if until is None else until) - self._stood_s
+
+    def stand_still(self) -> None:
+        """Stop a process that :meth:`wait_ready` has seen, and all that it started, until told."""
+        self._stands_since = time.monotonic()
+        # It first, so that it starts nothing more; its guard must see the parent go.
+        worker_tree.send(signal.SIGSTOP, [self.pid])
+        others = set(worker_tree.members(self.pid)) - self._helpers
+        worker_tree.send(signal.SIGSTOP, others)
+
+    def go_on(self) -> None:
+        """After :meth:`stand_still`."""
+        if self._stands_since is not None:
+            self._stood_s += time.monotonic() - self._stands_since
+            self._stands_since = None
+        worker_tree.send(signal.SIGCONT, worker_tree.members(self.pid))
 
     @property
     def is_ended(self) -> bool:
@@ -126,7 +148,7 @@ class Worker:
         room = self._room(standing)
         limit = self._limits.seconds(step)
         counted = time.monotonic()
-        deadline, beat = counted + limit, self._beat.read()[0]
+        deadline, beat = self.now() + limit, self._beat.read()[0]
         if isinstance(job, Time):
             deadline += job.settings.wait_quiet_s
         while True:
@@ -139,9 +161,9 @@ class Worker:
                 hear(message)
             if isinstance(message, Step):
                 step, limit = message.what, self._limits.seconds(message.what)
-                deadline = time.monotonic() + limit
+                deadline = self.now() + limit
             elif timing and self._beat.read()[0] != beat:
-                beat, deadline = self._beat.read()[0], time.monotonic() + limit
+                beat, deadline = self._beat.read()[0], self.now() + limit
             counted = self._look(step, room, len(standing), counted)
 
     def end_leftovers(self) -> int:
@@ -198,7 +220,7 @@ class Worker:
             try:
                 message = self._messages.get(timeout=look)
             except queue.Empty:
-                if time.monotonic() > deadline:
+                if self.now() > deadline:
                     self._too_long(step)
                 if self._process.poll() is None:
                     if once:

@@ -7,30 +7,34 @@ is lost: what was being timed together is timed again without the culprit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
 from autosel import registry
-from autosel.core import Candidate, Device, Measurement, Params, Status
+from autosel.core import Candidate, Device, Measurement, Params, Problem, Status
 from autosel.errors import AutoselError
+from autosel.failures import CAUGHT
 from autosel.interfaces import Backend
 from autosel.process_state import ProcessState
 from autosel.sources import WeightSource
 from autosel.timing import Timer, TimingSettings
 from autosel.trial import Bench, Known, blank_row
 from autosel.tune_types import Observer, SweepSettings
+from autosel.verify_sizes import full_counts, quick_counts
 from autosel.worker import Worker, WorkerDiedError
 from autosel.worker_beat import NOBODY
-from autosel.worker_compile import CompilePool, compiles_ahead
+from autosel.worker_compile import Compilation, CompilePool, compiles_ahead
 from autosel.worker_limits import StepLimits
 from autosel.worker_wire import (
     Attempt,
     Attempted,
+    Compile,
     Done,
     Job,
     Load,
@@ -94,7 +98,8 @@ class WorkerBench:
         self._cases = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         self._cases_saved = False
         self._pool: CompilePool | None = None
-        self._compile_ms: dict[tuple[Candidate, int], float] = {}
+        self._backends: dict[str, Backend] = {}
+        self._jobs: dict[tuple[Candidate, Problem, int], Compilation] = {}
         self._known = Known()
         self._unsendable: dict[str, str] = {}
         #: The step that ran last.
@@ -102,6 +107,7 @@ class WorkerBench:
 
     def candidate(self, backend: Backend, params: Params) -> Candidate:
         """The candidate with the layout it reads; raises what the backend raises."""
+        self._backends[backend.name] = backend
         return Candidate.of(backend.name, params, backend.layout(self._problem, params).key)
 
     def row(self, candidate: Candidate, num_tokens: int, status: Status, why: str) -> Measurement:
@@ -118,23 +124,42 @@ class WorkerBench:
             self._loaded = self._cases_saved = True
 
     def compile_ahead(self, backend: Backend, points: Sequence[Params], num_tokens: int) -> None:
-        """Compile several settings' kernels at once, where the backend can do so ahead of time."""
-        if len(points) < 2 or not compiles_ahead(backend):
+        """Begin to compile several settings' kernels, where the backend can do so ahead of time."""
+        if not compiles_ahead(backend):
             return
-        data = None
-        if backend in registry.registered():
-            try:
-                data = pack_backend(backend)
-            except AutoselError:
-                return
-        if self._pool is None:
-            self._pool = CompilePool(self._limits, self._cases)
-        self._observer.step("compile", num_tokens, Candidate.of(backend.name))
-        args = (backend.name, data, self._problem, self._device)
-        took = self._pool.compile(*args, points, num_tokens)
-        for params, ms in zip(points, took, strict=True):
-            if ms is not None:
-                self._compile_ms[self.candidate(backend, params), num_tokens] = ms
+        for params in points:
+            with contextlib.suppress(*CAUGHT):  # the attempt will tell
+                candidate = self.candidate(backend, params)
+                counts = [num_tokens]
+                if candidate not in self._known.verdicts:  # else it is not verified again
+                    counts += [m for m in quick_counts(self._problem) if m != num_tokens]
+                self._compile(candidate, self._problem, counts)
+
+    def compiled(
+        self,
+        candidates: Sequence[Candidate],
+        num_tokens: int,
+        give_up: Callable[[], bool] = lambda: False,
+    ) -> Candidate | None:
+        """The first of ``candidates`` with nothing left to compile, waiting for one if need be.
+
+        None where ``give_up`` says that waiting is no use any more.
+        """
+
+        def found() -> Candidate | None:
+            return next((c for c in candidates if all(j.is_over for j in self._jobs_of(c))), None)
+
+        if self._pool is not None and candidates and found() is None:
+            self.load()  # meanwhile
+            self._pool.first(self._jobs_of(candidates[0]))
+            self._observer.step("compile", num_tokens, candidates[0])
+            self._pool.wait(lambda: found() is not None, give_up)
+        return found()
+
+    def drop_compilations(self) -> None:
+        """What has not begun to compile is not wanted any more."""
+        if self._pool is not None:
+            self._pool.drop()
 
     def attempt(self, candidate: Candidate, num_tokens: int) -> Measurement:
         """Pack, call once and verify; "ok" means ready for :meth:`time`, without times yet."""
@@ -143,6 +168,7 @@ class WorkerBench:
             return self.row(
                 candidate, num_tokens, "unsupported", self._unsendable[candidate.backend]
             )
+        self.compiled([candidate], num_tokens)
         job = Attempt(candidate.backend, candidate.params_dict, num_tokens)
         try:
             done = self._ask(job, "pack")
@@ -154,14 +180,20 @@ class WorkerBench:
         row = attempted.row
         self._known.verdicts |= attempted.known.verdicts
         self._known.audited |= attempted.known.audited
-        ahead = self._compile_ms.pop((candidate, num_tokens), None)
-        if ahead is not None and row.first_call_ms is not None:
-            row = replace(row, first_call_ms=row.first_call_ms + ahead)
+        ahead = self._jobs.get((candidate, self._problem, num_tokens))
+        if ahead is not None and ahead.ms is not None and row.first_call_ms is not None:
+            row = replace(row, first_call_ms=row.first_call_ms + ahead.ms)
         return row
 
     def prove(self, row: Measurement) -> Measurement:
         """Judge a candidate that is to be chosen on the full set; its row with the certificate."""
         self.load()
+        candidate = row.candidate
+        if compiles_ahead(self._backends[candidate.backend]):
+            with contextlib.suppress(*CAUGHT):
+                counts = [row.num_tokens, *full_counts(self._problem, self._tokens)]
+                self._compile(candidate, self._problem, counts)
+                self.compiled([candidate], row.num_tokens)
         try:
             done = self._ask(Prove(row), "prove")
         except WorkerDiedError as death:
@@ -203,7 +235,10 @@ class WorkerBench:
         self.load()
         if self._spare is not None:
             self._spare.wait_ready()  # its imports would disturb
-        done = self._ask(Time(tuple(rows), settings, num_tokens), "time")
+        # Compilers would take cores, caches and bandwidth from what is timed.
+        still = contextlib.nullcontext() if self._pool is None else self._pool.standing_still()
+        with still:
+            done = self._ask(Time(tuple(rows), settings, num_tokens), "time")
         if isinstance(done.value, Poisoned):
             found: Poisoned = done.value
             raise WorkerDiedError(found.status, found.reason, "time", found.number)
@@ -247,6 +282,22 @@ class WorkerBench:
         )
         refused: dict[str, str] = self._ask(setup, "start").value
         self._unsendable |= refused
+
+    def _compile(self, candidate: Candidate, problem: Problem, counts: Sequence[int]) -> None:
+        """Hand to the pool what the backend wants compiled for these token counts."""
+        backend, params = self._backends[candidate.backend], candidate.params_dict
+        data = pack_backend(backend) if backend in registry.registered() else None
+        wanted = backend.compiled_counts(problem, params, counts, self._device)
+        new = [m for m in wanted if (candidate, problem, m) not in self._jobs]
+        if self._pool is None:
+            self._pool = CompilePool(self._limits, self._cases)
+        made = self._pool.submit(
+            Compile(backend.name, data, problem, params, m, self._device) for m in new
+        )
+        self._jobs |= {(candidate, problem, m): one for m, one in zip(new, made, strict=True)}
+
+    def _jobs_of(self, candidate: Candidate) -> list[Compilation]:
+        return [one for (owner, _, _), one in self._jobs.items() if owner == candidate]
 
     @property
     def _limits(self) -> StepLimits:

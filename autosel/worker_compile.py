@@ -1,28 +1,30 @@
-"""Compiles kernels of several settings at once, each in a helper process, before they are tried.
+"""Compiles kernels in helper processes, as many at once as there are cores, before they are called.
 
-A compiler keeps one core busy for seconds, and a search tries tens of settings one after another.
+A compiler keeps one core busy for seconds, and a sweep tries tens of settings one after another.
 Helpers touch no device and hold no weights. What they build lies in the compiler's cache on disk;
 what they fail to build is told when the candidate itself is tried, so their ends count for nothing.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
-import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO
 
 from autosel import cpuinfo
-from autosel.core import Device, Params, Problem
 from autosel.interfaces import Backend
 from autosel.worker import Worker, WorkerDiedError
 from autosel.worker_limits import StepLimits
 from autosel.worker_wire import Compile
 
 #: Helpers at once, and the memory that each may need.
-MOST = 8
+MOST = 64
 HELPER_BYTES = 1 << 30
+
+#: Seconds between looks at whether it is still worth waiting, and for Ctrl-C.
+LOOK_S = 0.2
 
 
 def compiles_ahead(backend: Backend) -> bool:
@@ -30,83 +32,163 @@ def compiles_ahead(backend: Backend) -> bool:
     return type(backend).compile_ahead is not Backend.compile_ahead
 
 
+class Compilation:
+    """One job of the pool; ``ms`` is what it took, None before and where it came to no end."""
+
+    def __init__(self, job: Compile) -> None:
+        self.job = job
+        self.ms: float | None = None
+        self.is_over = False
+
+
 class CompilePool:
-    """Helpers that stay from one token count to the next; :meth:`close` ends them."""
+    """Jobs are begun in the order in which they come; :meth:`close` ends the helpers.
+
+    Each helper has a thread of its own that outlives its jobs: Linux ends a process with the
+    thread that started it (PR_SET_PDEATHSIG).
+    """
 
     def __init__(self, limits: StepLimits, cases: IO[bytes], most: int = MOST) -> None:
         self._limits, self._cases, self._most = limits, cases, most
-        self._idle: list[Worker] = []
-        self._busy: set[Worker] = set()
-        self._closed = False
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._waiting: deque[Compilation] = deque()
+        self._ready: set[Worker] = set()  # they have imported what they need
+        self._starting: set[Worker] = set()
+        self._threads = self._free = 0
+        self._stands = self._closed = False
 
-    def compile(
-        self,
-        backend: str,
-        data: bytes | None,
-        problem: Problem,
-        device: Device,
-        points: Sequence[Params],
-        num_tokens: int,
-    ) -> list[float | None]:
-        """Milliseconds that each point's compilation took; None where it came to no end.
+    def submit(self, jobs: Iterable[Compile]) -> list[Compilation]:
+        """Have jobs done in the background."""
+        made = [Compilation(job) for job in jobs]
+        with self._changed:
+            self._waiting.extend(made)
+            while self._threads < min(self._helpers(), self._threads + self._missing()):
+                self._threads += 1
+                self._free += 1
+                threading.Thread(target=self._serve, daemon=True).start()
+            self._changed.notify_all()
+        return made
 
-        ``data`` are the bytes of a backend that only this process knows.
-        """
-        found: list[float | None] = [None] * len(points)
-        waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in range(len(points)):
-            waiting.put(number)
+    def wait(self, until: Callable[[], bool], give_up: Callable[[], bool] = lambda: False) -> None:
+        """Return when ``until`` holds, asked after each job, or it is not worth it any longer."""
+        with self._changed:
+            while not (until() or self._closed or give_up()):
+                self._changed.wait(LOOK_S)
 
-        def work() -> None:
-            while not self._closed:
-                try:
-                    number = waiting.get_nowait()
-                except queue.Empty:
-                    return
-                job = Compile(backend, data, problem, points[number], num_tokens, device)
-                found[number] = self._run(job)
+    def first(self, wanted: Sequence[Compilation]) -> None:
+        """Begin these before others that wait."""
+        ahead = set(wanted)
+        with self._changed:
+            self._waiting = deque(sorted(self._waiting, key=lambda one: one not in ahead))
 
-        threads = [threading.Thread(target=work, daemon=True) for _ in range(self._helpers(points))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():  # in pieces, so that Ctrl-C is heard
-                thread.join(timeout=0.2)
-        return found
+    def drop(self) -> None:
+        """Forget what has not begun."""
+        with self._changed:
+            for one in self._waiting:
+                one.is_over = True
+            self._waiting.clear()
+            self._changed.notify_all()
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """Meanwhile no helper computes: what is being timed has the machine to itself."""
+        with self._changed:
+            self._stands = True
+            # One that starts has nobody yet who ends it with its parent, were it stopped.
+            self._changed.wait_for(lambda: not self._starting)
+            for worker in self._ready:
+                worker.stand_still()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._stands = False
+                for worker in self._ready:
+                    worker.go_on()
+                self._changed.notify_all()
 
     def close(self) -> None:
         """End all helpers, at work or not."""
-        self._closed = True
-        with self._lock:
-            workers, self._idle, self._busy = [*self._idle, *self._busy], [], set()
+        self.drop()
+        with self._changed:
+            self._closed = True
+            workers = self._ready | self._starting
+            self._ready = set()
+            self._changed.notify_all()
         for worker in workers:
             worker.end()
 
-    def _helpers(self, points: Sequence[Params]) -> int:
+    # inside ------------------------------------------------------------------------------------
+
+    def _missing(self) -> int:
+        return max(0, len(self._waiting) - self._free)
+
+    def _helpers(self) -> int:
         free = cpuinfo.available_memory()
         room = self._most if free is None else max(1, free // (2 * HELPER_BYTES))
-        return min(self._most, len(cpuinfo.usable_cpus()), len(points), room)
+        return min(self._most, len(cpuinfo.usable_cpus()), room)
 
-    def _run(self, job: Compile) -> float | None:
-        with self._lock:
+    def _serve(self) -> None:
+        worker: Worker | None = None
+        while (one := self._next()) is not None:
+            worker = worker or self._start()
+            if worker is not None:
+                worker, one.ms = self._run(worker, one.job)
+            with self._changed:
+                one.is_over = True
+                self._free += 1
+                self._changed.notify_all()
+        if worker is not None:
+            self._end(worker)
+        with self._changed:
+            self._threads -= 1
+            self._free -= 1
+
+    def _next(self) -> Compilation | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or (self._waiting and not self._stands))
             if self._closed:
                 return None
-            worker = self._idle.pop() if self._idle else Worker(self._limits, self._cases)
-            self._busy.add(worker)
+            self._free -= 1
+            return self._waiting.popleft()
+
+    def _start(self) -> Worker | None:
+        """A helper that is ready; None where there is none to be had."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or not self._stands)
+            if self._closed:
+                return None
+            try:
+                worker = Worker(self._limits, self._cases)
+            except OSError:
+                return None
+            self._starting.add(worker)
+        is_there = False
         try:
             worker.wait_ready()
-            began = time.monotonic()
-            worker.do(job, lambda message: None, "first call")
-            return (time.monotonic() - began) * 1e3
-        except WorkerDiedError:
+            is_there = True
+        except Exception:  # it died, or close() was quicker
             worker.end()
-            return None
+        with self._changed:
+            self._starting.discard(worker)
+            if is_there and not self._closed:
+                self._ready.add(worker)
+            self._changed.notify_all()
+        return worker if is_there else None
+
+    def _run(self, worker: Worker, job: Compile) -> tuple[Worker | None, float | None]:
+        """The helper, if it is still there, and the job's milliseconds, if it came to its end."""
+        began = worker.now()
+        try:
+            worker.do(job, lambda message: None, "first call")
+            return worker, (worker.now() - began) * 1e3
+        except WorkerDiedError:
+            self._end(worker)
+            return None, None
         except Exception:  # refused, or the compiler's own error: the attempt will tell
-            return None
-        finally:
-            with self._lock:
-                if worker in self._busy:
-                    self._busy.discard(worker)
-                    if not worker.is_ended:
-                        self._idle.append(worker)
+            return worker, None
+
+    def _end(self, worker: Worker) -> None:
+        with self._changed:
+            self._ready.discard(worker)
+        worker.end()

@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import psutil
 
@@ -35,6 +35,13 @@ def members(leader: int) -> list[int]:
             if os.getsid(pid) == leader:
                 found.append(pid)
     return found
+
+
+def send(number: int, pids: Iterable[int]) -> None:
+    """Send a signal to those of the processes that are there."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
 
 
 def resident_bytes(pids: list[int]) -> int:
@@ -65,9 +72,7 @@ def end(leader: int, mark: str) -> bool:
         if time.monotonic() > deadline:
             return False
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in left:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, number)
+            send(number, left)
         rounds += 1
         time.sleep(0.002 if rounds < 20 else 0.05)
 
@@ -83,9 +88,7 @@ def end_busy(leader: int, spared: set[int]) -> int:
     before = {pid: _cpu_seconds(pid) for pid in others}
     time.sleep(0.05)
     busy = [pid for pid in others if _cpu_seconds(pid) - before[pid] > 0.02]
-    for pid in busy:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    send(signal.SIGKILL, busy)
     return len(busy)
 
 

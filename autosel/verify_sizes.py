@@ -1,0 +1,32 @@
+"""With how many tokens verification calls a candidate, known without weights.
+
+A compiler that makes a kernel for each token count can then be asked for all of them beforehand.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from autosel.core import Problem
+from autosel.verify_cases import ROUTINGS, TOKEN_COUNTS, full_token_counts
+from autosel.verify_recipes import SPECIAL, Plan, Recipe, drawn, uniform
+
+
+@functools.lru_cache(maxsize=64)
+def quick_counts(problem: Problem) -> tuple[int, ...]:
+    """Token counts of the quick set's calls, in order; one that launches nothing is left out."""
+    plan = Plan(problem, 0, 0, max(TOKEN_COUNTS))
+    recipes = [uniform(m) for m in TOKEN_COUNTS]
+    recipes += [drawn(kind, plan.num_tokens) for kind in ROUTINGS if kind != "uniform"]
+    return _counts(plan, (*recipes, *SPECIAL))
+
+
+def full_counts(problem: Problem, edges: Sequence[int] = ()) -> tuple[int, ...]:
+    """Token counts that the full set adds; ``edges`` as :class:`~autosel.verify_suite.Suite`'s."""
+    known = set(quick_counts(problem))
+    return tuple(m for m in full_token_counts(edges) if m not in known)
+
+
+def _counts(plan: Plan, recipes: Sequence[Recipe]) -> tuple[int, ...]:
+    return tuple(sorted({recipe.routing(plan).num_tokens for recipe in recipes} - {0}))

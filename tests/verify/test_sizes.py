@@ -1,0 +1,27 @@
+"""The token counts that are compiled for beforehand are those that verification calls with."""
+
+from __future__ import annotations
+
+import pytest
+
+from autosel.core import Problem, QuantScheme
+from autosel.sources import RandomSource
+from autosel.verify_cases import make_cases
+from autosel.verify_sizes import full_counts, quick_counts
+from autosel.verify_suite import Suite
+
+S = QuantScheme(4, 16, True, scale_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [Problem(4, 4, 2, 32, 16, S, S), Problem(24, 12, 4, 32, 16, S, S)],
+    ids=["whole", "half of the experts"],
+)
+def test_counts_are_those_of_the_cases(problem: Problem) -> None:
+    experts = RandomSource(problem).load()
+    quick = {len(case.x) for case in make_cases(experts)} - {0}
+    assert set(quick_counts(problem)) == quick
+    edges = (5, 48, 4096)
+    full = {len(case.x) for case in Suite(experts, edges=edges).more} - {0}
+    assert set(full_counts(problem, edges)) == full - quick
