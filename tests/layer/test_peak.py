@@ -1,5 +1,7 @@
 """Peak memory of loading a model: all packed layers, one source layer, one expert being checked."""
 
+import gc
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -19,6 +21,7 @@ def deep(get_checkpoint, tmp_path_factory):
 
 def peak(path, layers, **options):
     """Most bytes of torch's CPU allocator at once, bytes at the end, and the layers."""
+    gc.collect()  # so that nothing older is freed while it counts
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         loaded = load_moe_layers(path, layers=layers, db=":memory:", **options)
     events = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -61,7 +64,7 @@ def test_one_source_layer_beside_what_is_packed(deep, check):
     allowed = source_bytes(deep) + (9 if check else 6) * dense_expert(problem)
     assert tops[1] < allowed
     kept = left - packed(layers)  # the small things of each layer, such as its probe
-    assert tops[COUNT] < tops[1] + kept
+    assert tops[COUNT] <= tops[1] + kept
 
 
 def test_sources_that_stay_are_seen(deep, monkeypatch):
