@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autosel import records, sqlite_file
+from autosel.atomic import SQLITE_HEAD
 from autosel.core import Decision, Device, ErrorFigures, Measurement, Problem, TokenBucket
 from autosel.errors import AutoselError, StoreError, field_error
 from autosel.evidence import Evidence, gather_all, label_of
@@ -23,8 +24,6 @@ from autosel.records import Timing
 from autosel.store import Store
 from autosel.storefile import Opened
 from autosel.tables import Tables
-
-_SQLITE = b"SQLite format 3\x00"
 
 
 def read(path: str | Path, *, timing: Mapping[str, Any] | None = None) -> list[Evidence]:
@@ -36,10 +35,10 @@ def read(path: str | Path, *, timing: Mapping[str, Any] | None = None) -> list[E
     place = Path(path)
     try:
         with place.open("rb") as file:
-            head = file.read(len(_SQLITE))
+            head = file.read(len(SQLITE_HEAD))
     except OSError as error:
         raise StoreError(f"{place}: cannot be read: {error.strerror or error}") from None
-    found = _database(place, timing) if head == _SQLITE else _json(place, timing)
+    found = _database(place, timing) if head == SQLITE_HEAD else _json(place, timing)
     if not found:
         raise StoreError(
             field_error(str(place), "layers measured or decided", "none", "at least one timed so")

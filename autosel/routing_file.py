@@ -87,7 +87,8 @@ def _ids(path: Path) -> Ids:
     except RoutingError:
         raise
     except (OSError, ValueError, RecursionError, csv.Error, OverflowError) as error:
-        found = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = getattr(error, "strerror", None) or error
+        found = " ".join(str(reason).split())[:200] or type(error).__name__
         raise RoutingError(field_error(where, "file", found, "rows of expert ids")) from None
     except Exception as error:  # safetensors raises its own, without a common base
         found = " ".join(str(error).split())[:200]

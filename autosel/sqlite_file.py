@@ -34,7 +34,7 @@ def connect(path: Path, mode: str, *, immutable: bool = False) -> sqlite3.Connec
     """``mode`` is SQLite's own: ``ro``, ``rw`` or ``rwc``; ``immutable`` takes no locks at all."""
     # Threads of one process share a connection; the store has a lock around it.
     return sqlite3.connect(
-        f"{path.as_uri()}?mode={mode}" + ("&immutable=1" if immutable else ""),
+        f"{path.absolute().as_uri()}?mode={mode}" + ("&immutable=1" if immutable else ""),
         uri=True,
         timeout=BUSY_S,
         isolation_level=None,

@@ -105,9 +105,9 @@ class TensorReader:
         path = self._index.folder / info.file
         try:
             if info.file not in self._open:
-                self._open[info.file] = self._stack.enter_context(safe_open(path, framework="pt"))
+                self._open[info.file] = self._stack.enter_context(_open(path))
             return read(self._open[info.file])
-        except (SafetensorError, OSError) as exc:
+        except (SafetensorError, OSError, RuntimeError) as exc:
             raise CheckpointError(f"{path}: tensor {info.name}: {_one_line(exc)}") from None
 
 
@@ -240,7 +240,7 @@ def _read_header(path: Path, file: str) -> dict[str, TensorInfo]:
     if not path.is_file():
         raise CheckpointError(field_error(str(path), "kind", "no regular file", "a regular file"))
     try:
-        with safe_open(path, framework="pt") as handle:
+        with _open(path) as handle:
             found = {}
             for name in handle.keys():  # noqa: SIM118 - the handle is no mapping
                 if not name.isprintable():
@@ -251,12 +251,27 @@ def _read_header(path: Path, file: str) -> dict[str, TensorInfo]:
                 shape = tuple(part.get_shape())
                 found[name] = TensorInfo(name, file, part.get_dtype(), shape)
             return found
-    except (SafetensorError, OSError) as exc:
+    except (OSError, RuntimeError) as exc:  # no permission, no free file descriptor
+        raise CheckpointError(f"{path}: cannot be read: {_one_line(exc)}") from None
+    except SafetensorError as exc:
         size = path.stat().st_size
         raise CheckpointError(
             f"{path}: damaged or cut short ({size} bytes): {_one_line(exc)}"
         ) from None
 
 
+def _open(path: Path) -> Any:
+    """The file's tensors; safetensors and torch open names in UTF-8 only, POSIX has others too."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise CheckpointError(
+            field_error(str(path), "path", "one that is not UTF-8", "one that safetensors opens")
+        ) from None
+    with path.open("rb"):  # safetensors says "no such file" of one that may not be read
+        return safe_open(path, framework="pt")
+
+
 def _one_line(exc: Exception) -> str:
-    return " ".join(str(exc).split())
+    reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
+    return " ".join(str(reason).split())

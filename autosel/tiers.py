@@ -367,12 +367,13 @@ def open_tiers(
 def _open_site(store: Store) -> Store | None:
     """A copy of the site's database in memory, so that reading it never writes to it."""
     path = places.site_database()
-    if not path.is_file() or path == store.path:
-        return None
     try:
+        if not path.is_file() or path == store.path:
+            return None
         return Store(Opened(Tables(sqlite_file.read_copy(path), None), None))
     except (sqlite3.Error, OSError, sqlite_file.UnusableError) as error:
-        warnings.warn(f"site database {path} not used: {error}", StoreWarning, stacklevel=4)
+        reason = error.strerror if isinstance(error, OSError) else error
+        warnings.warn(f"site database {path} not used: {reason}", StoreWarning, stacklevel=4)
         return None
 
 

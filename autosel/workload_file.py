@@ -114,9 +114,10 @@ def _edges(where: str, text: object) -> Edges | None:
     return max(low, 1), high
 
 
-def _number(where: str, what: str, value: object) -> float:
+def _number(where: str, what: str, value: object, *, text_counts: bool = True) -> float:
+    no_number = isinstance(value, bool) or (isinstance(value, str) and not text_counts)
     try:
-        number = float(value) if not isinstance(value, bool) else math.nan  # type: ignore[arg-type]
+        number = math.nan if no_number else float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not (math.isfinite(number) and number >= 0):
@@ -204,7 +205,7 @@ class _Json:
         for number, (size, value) in enumerate(pairs):
             where = f"{self.where}: entry {number}"
             edges = _edges(where, size)
-            calls = _number(where, "calls", value if not isinstance(value, str) else None)
+            calls = _number(where, "calls", value, text_counts=False)
             if edges is not None:
                 yield where, edges, calls
 

@@ -54,3 +54,15 @@ def test_a_device_stays_a_device():
     with pytest.raises(AutoselError, match="a device or pipe"), atomic_file("/dev/null"):
         raise AssertionError("the block ran")
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+
+
+def test_a_link_to_an_open_stream_stays_a_link(tmp_path):
+    """``/dev/stdout`` leads to a plain file when output is redirected."""
+    file, link = tmp_path / "redirected", tmp_path / "stdout"
+    with file.open("w") as stream:
+        link.symlink_to(f"/proc/self/fd/{stream.fileno()}")
+        if not link.is_file():
+            pytest.skip("no /proc here")
+        with pytest.raises(AutoselError, match="a device or pipe"), atomic_file(link):
+            raise AssertionError("the block ran")
+    assert link.is_symlink()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -18,6 +19,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 MAX_TOKENS = 2**31 - 1
 
 TOKENS = click.IntRange(1, MAX_TOKENS)
+
+
+class Number(click.FloatRange):
+    """A finite number in a range; click's own range lets NaN through, which is below nothing."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"found {value!r}, expected a finite number", param, ctx)
+        return number
 
 
 def whole_number(text: str) -> int:
@@ -154,7 +167,8 @@ def layer_options(function: F) -> F:
 
 
 db_option = click.option(
-    "--db", type=click.Path(dir_okay=False), envvar="AUTOSEL_DB", show_envvar=True,
+    "--db", type=click.Path(dir_okay=False, readable=False), envvar="AUTOSEL_DB",
+    show_envvar=True,
     help="Database of measurements (default: autosel.db in the user's cache folder).",
 )  # fmt: skip
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autosel.cli.group import Command
-from autosel.cli.options import cache_option
+from autosel.cli.options import Number, cache_option
 from autosel.cli.report import Report, Table
 from autosel.cli.text import percent_text, time_text
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.argument("first", metavar="FIRST")
 @click.argument("second", metavar="SECOND")
 @click.option(
-    "--threshold", type=click.FloatRange(0), default=5.0, show_default=True, metavar="PERCENT",
+    "--threshold", type=Number(0), default=5.0, show_default=True, metavar="PERCENT",
     help="Slow-down of what is chosen from which on a token count regresses.",
 )  # fmt: skip
 @click.option(

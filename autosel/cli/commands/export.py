@@ -23,7 +23,7 @@ from autosel.cli.report import Report, Table
 @click.argument("target", metavar="[CHECKPOINT|PRESET]", required=False)
 @click.option(
     "-o", "--output", type=click.Path(),
-    help="File to write (default: standard output); for vllm and sglang the folder.",
+    help="File to write (default, and -: standard output); for vllm and sglang the folder.",
 )  # fmt: skip
 @click.option(
     "--format", "form", type=click.Choice(["json", "vllm", "sglang"]), default="json",
@@ -57,6 +57,7 @@ def command(
     sglang: one tuned file for each layer shape, and the variable that names its folder.
     """
     if form == "json":
+        output = None if output == "-" else output
         if output is not None and Path(output).is_dir():
             raise click.UsageError(f"-o: found the folder {output}, expected a file")
         return _json(target, output, history, layer_options, db)

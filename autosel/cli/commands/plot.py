@@ -11,6 +11,7 @@ from autosel.cli.group import Command
 from autosel.cli.options import (
     TOKENS,
     LayerOptions,
+    Number,
     cache_option,
     db_option,
     device_option,
@@ -52,7 +53,7 @@ def _kinds() -> list[str]:
     help="For budget: calls by tokens, as for `autosel plan`.",
 )  # fmt: skip
 @click.option(
-    "--size", type=(click.FloatRange(3, 40), click.FloatRange(2.5, 40)), default=(9.0, 5.6),
+    "--size", type=(Number(3, 40), Number(2.5, 40)), default=(9.0, 5.6),
     metavar="W H", show_default=True, help="Width and height in inches.",
 )  # fmt: skip
 @click.option(

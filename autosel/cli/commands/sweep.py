@@ -13,6 +13,7 @@ from autosel.cli.group import Command
 from autosel.cli.options import (
     Budget,
     LayerOptions,
+    Number,
     budget,
     cache_option,
     db_option,
@@ -75,11 +76,11 @@ _LEAST_BUDGET_S = 0.01
     help="Seed of activations, routing and search.",
 )  # fmt: skip
 @click.option(
-    "--limit", type=click.FloatRange(0, 3600, min_open=True), default=4.0, show_default=True,
+    "--limit", type=Number(0, 3600, min_open=True), default=4.0, show_default=True,
     metavar="SECONDS", help="Wall time that timing one candidate at one token count may take.",
 )  # fmt: skip
 @click.option(
-    "--step-limit", type=click.FloatRange(0, 86400, min_open=True), default=600.0,
+    "--step-limit", type=Number(0, 86400, min_open=True), default=600.0,
     show_default=True, metavar="SECONDS",
     help="Time that packing or the first call, compilation included, may take; verifying: thrice.",
 )  # fmt: skip

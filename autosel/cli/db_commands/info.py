@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import click
@@ -58,7 +59,7 @@ def _layers(path: Path | None) -> list[tuple[str, str, str]]:
     site = places.site_database()
     found = [("user database", path is not None, str(path or "in memory"))]
     found += [("installed pack", True, str(pack)) for pack in places.installed(path)]
-    found += [("site database", site.exists(), str(site))]
+    found += [("site database", os.path.isfile(site), str(site))]
     found += [("installed pack", True, str(pack)) for pack in places.installed(site)]
     found += [("pack beside the model", False, "autosel-pack.json in the model's folder")]
     found += [("built in", True, str(pack)) for pack in places.built_in()]

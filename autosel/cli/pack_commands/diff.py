@@ -7,6 +7,7 @@ from dataclasses import asdict
 import click
 
 from autosel.cli.group import Command
+from autosel.cli.options import Number
 from autosel.cli.report import Report, Table, note
 
 
@@ -14,7 +15,7 @@ from autosel.cli.report import Report, Table, note
 @click.argument("first", type=click.Path(dir_okay=False), metavar="PACK")
 @click.argument("second", type=click.Path(dir_okay=False), metavar="PACK")
 @click.option(
-    "--tolerance", type=click.FloatRange(0, 1), default=0.05, show_default=True, metavar="SHARE",
+    "--tolerance", type=Number(0, 1), default=0.05, show_default=True, metavar="SHARE",
     help="Show times of one winner that differ by more than this.",
 )  # fmt: skip
 @click.option("--exit-code", is_flag=True, help="Exit with status 1 when anything differs.")
