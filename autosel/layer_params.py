@@ -121,12 +121,13 @@ class ExpertParameters(nn.Module):
             return self._check_unused(tensor, suffix, cut, where)
         slot = expert_id - self._local.start
         place = self._place(suffix, slot, shard_id)
-        if tensor.dtype != place.dtype and not (
+        stored = ExpertParameters._dtype(self, suffix, cut.scheme)
+        if tensor.dtype != stored and not (
             suffix == self._format.g_idx and tensor.dtype == torch.int64
         ):
-            found, wanted = (DTYPE_NAMES.get(t.dtype, str(t.dtype)) for t in (tensor, place))
+            found, wanted = (DTYPE_NAMES.get(t, str(t)) for t in (tensor.dtype, stored))
             raise CheckpointError(field_error(where, "dtype", found, wanted))
-        part = cut.take(tensor, axes, where).to(place)
+        part = self._convert(suffix, cut.take(tensor, axes, where), cut, where).to(place)
         if suffix == "bias" and shard_id == "w2" and self._ranks["tp_rank"]:
             part = torch.zeros_like(part)  # the ranks' outputs are summed
         other = {"w1": "w3", "w3": "w1"}.get(shard_id)
@@ -207,16 +208,24 @@ class ExpertParameters(nn.Module):
                 stacked = stacked.narrow(dim, first, count)
         return stacked
 
-    def _weight(self, slot: int, shard_id: Shard) -> QuantWeight:
-        """One linear of the parameters as canonical weights of one expert."""
-        fmt, cut = self._format, self._cuts[shard_id]
-        expert = self._local.start + slot
-        origin = Origin(f"expert {expert} {shard_id}")
+    def _convert(self, suffix: str, part: torch.Tensor, cut: Cut, where: str) -> torch.Tensor:
+        """A rank's part of a stored tensor as its parameter keeps it: as it is."""
+        return part
+
+    def _require_loaded(self, slot: int, shard_id: Shard, cut: Cut) -> None:
+        origin = Origin(f"expert {self._local.start + slot} {shard_id}")
         for suffix in self._suffixes(cut.scheme):
             if suffix != "bias" and (slot, shard_id, suffix) not in self._loaded:
                 raise CheckpointError(
                     field_error(origin.label(suffix), "tensor", "never loaded", "one an expert")
                 )
+
+    def _weight(self, slot: int, shard_id: Shard) -> QuantWeight:
+        """One linear of the parameters as canonical weights of one expert."""
+        fmt, cut = self._format, self._cuts[shard_id]
+        expert = self._local.start + slot
+        origin = Origin(f"expert {expert} {shard_id}")
+        self._require_loaded(slot, shard_id, cut)
         found = {s: self._place(s, slot, shard_id).cpu() for s in self._suffixes(cut.scheme)}
         scheme = replace(cut.scheme, group_size=cut.group_size)
         quant = LinearQuant(

@@ -49,7 +49,7 @@ def common_group_size(problem: Problem) -> int:
 def write(experts: CanonicalExperts) -> dict[str, torch.Tensor]:
     """The layout's tensors; scales and zero points repeat where the group size was halved."""
     problem = experts.problem
-    _require(problem)
+    require(problem)
     size = common_group_size(problem)
     per_byte = 8 // problem.w13.num_bits
     out: dict[str, torch.Tensor] = {}
@@ -65,7 +65,7 @@ def write(experts: CanonicalExperts) -> dict[str, torch.Tensor]:
         if weight.zero_points is not None:
             zeros = weight.zero_points.repeat_interleave(repeats, -1)
             zeros = zeros[..., : weight.num_inputs // size]  # [E, N, G']
-            out[f"{name}_qzeros"] = _pack_outputs(zeros, problem.w13.num_bits)
+            out[f"{name}_qzeros"] = pack_outputs(zeros, problem.w13.num_bits)
     return out
 
 
@@ -75,7 +75,7 @@ def read(tensors: Mapping[str, torch.Tensor], problem: Problem) -> CanonicalExpe
     ``problem`` describes the layer before the group size was halved. Raises CheckpointError for a
     missing tensor or one of another shape.
     """
-    _require(problem)
+    require(problem)
     scheme = replace(problem.w13, group_size=common_group_size(problem))
     w13 = _read_one(tensors, "w13", scheme, problem.w13_shape)
     w2 = _read_one(tensors, "w2", scheme, problem.w2_shape)
@@ -114,7 +114,7 @@ def _read_one(
     return QuantWeight(found_scheme, inputs, codes, scales, zeros)
 
 
-def _require(problem: Problem) -> None:
+def require(problem: Problem) -> None:
     """The layout knows one scheme for both GEMMs, no act-order, no bias, whole bytes."""
     per_byte = 8 // problem.w13.num_bits
     facts = (
@@ -130,7 +130,7 @@ def _require(problem: Problem) -> None:
             raise CheckpointError(field_error(NAME, what, found, expected))
 
 
-def _pack_outputs(zeros: torch.Tensor, num_bits: int) -> torch.Tensor:
+def pack_outputs(zeros: torch.Tensor, num_bits: int) -> torch.Tensor:
     """uint8 ``[E, N, G]`` to uint8 ``[E, N / (8 / bits), G]``, even output in the low bits."""
     if num_bits == 8:
         return zeros.contiguous()
