@@ -21,7 +21,8 @@ import triton.language as tl
 from autosel.kernels.moe_activation import gated_activation, unary_activation
 
 
-@triton.jit(do_not_specialize=["num_slots"])
+# Neither number makes the code faster, and each value of its own would be compiled anew.
+@triton.jit(do_not_specialize=["num_slots", "num_blocks_m"])
 def moe_gemm_kernel(a_ptr, b_ptr, c_ptr, scales_ptr, zeros_ptr, bias_ptr, g_idx_ptr, weights_ptr,
                     sorted_ids_ptr, expert_ids_ptr, num_padded_ptr, num_slots, num_blocks_m,
                     N: tl.constexpr, K: tl.constexpr, G: tl.constexpr, GROUP: tl.constexpr,

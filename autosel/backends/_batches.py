@@ -49,8 +49,10 @@ def fill(
 
 def _length(counts: torch.Tensor, num_slots: int) -> int:
     """Rows of each expert's buffer: the busiest expert's, or the bound where a read would break a
-    graph capture.
+    graph capture, or where tensors have no contents.
     """
+    if counts.device.type == "meta":
+        return num_slots
     if counts.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return num_slots
     return max(1, int(counts.max()))

@@ -26,7 +26,9 @@ def align(topk_ids: torch.Tensor, num_experts: int, block: int) -> Aligned:
     ``num_experts``, which the map says is elsewhere.
     """
     op = _vllm_ops.find("_moe_C", "moe_align_block_size")
-    takes_map = op is not None and "expert_map" in _vllm_ops.arguments(op)
+    # Without contents (autosel.triton_offline) there is nothing for the operator to read.
+    has_op = op is not None and topk_ids.device.type != "meta"
+    takes_map = has_op and "expert_map" in _vllm_ops.arguments(op)
     if not takes_map or num_experts > MAX_EXPERTS:
         return align_block_size(topk_ids, num_experts, block)
     device = topk_ids.device

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from autosel import workspace
+from autosel import triton_offline, workspace
 from autosel.align import expert_ranks
-from autosel.backends import _package, _rules
+from autosel.backends import _humming_offline, _package, _rules
 from autosel.backends._batches import fill
 from autosel.backends._steps import activate_into, reduce_into, slot_rows
 from autosel.backends._vllm_align import align
@@ -99,6 +100,22 @@ class Humming(Backend):
             default={"kind": self.kinds[0], "rows_factor": 1.0},
             choices={"kind": self.kinds, "rows_factor": ROWS_FACTORS},
         )
+
+    def compile_ahead(
+        self, problem: Problem, params: Params, num_tokens: int, device: Device
+    ) -> None:
+        _humming_offline.pretend(device)
+        triton_offline.launches_compile(device)
+        x, routing, out = triton_offline.meta_call(problem, num_tokens)
+        packed = _humming_offline.meta_packed(self.layout(problem, params).key, problem)
+        self.run(packed, x, routing, params, out)
+
+    def compiled_counts(
+        self, problem: Problem, params: Params, token_counts: Sequence[int], device: Device
+    ) -> Sequence[int]:
+        """All: the number of rows chooses the configuration. What two share is built once, under
+        the package's own lock."""
+        return token_counts
 
     def run(
         self,

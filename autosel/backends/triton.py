@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from autosel import workspace
+from autosel import triton_offline, workspace
 from autosel.align import Aligned
 from autosel.backends import _package, _rules
 from autosel.backends._steps import activate_into, reduce_into
@@ -78,6 +78,14 @@ class Triton(Backend):
             constraint=constraint,
         )
 
+    def compile_ahead(
+        self, problem: Problem, params: Params, num_tokens: int, device: Device
+    ) -> None:
+        """One set of kernels serves every token count: blocks are fixed by ``params``."""
+        triton_offline.launches_compile(device)
+        x, routing, out = triton_offline.meta_call(problem, num_tokens)
+        self.run(_meta_packed(self.layout(problem, params), problem), x, routing, params, out)
+
     def run(
         self,
         packed: PackedExperts,
@@ -99,6 +107,23 @@ class Triton(Backend):
         activate_into(a, h, problem.activation)
         _gemm(packed, "w2", a, y, blocks, weights, settings, 1, False, not on_input)
         return reduce_into(out, y, routing.topk_ids, experts)
+
+
+def _meta_packed(layout: Layout, problem: Problem) -> PackedExperts:
+    """The layer's packed weights without contents, as :mod:`autosel.layouts.nfirst_bytes` says."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, scheme, _, inputs in _rules.gemms(problem):
+        groups = scheme.num_groups(inputs)
+        made = {name: (torch.uint8, 1), f"{name}_scales": (torch_dtype(scheme.scale_dtype), groups)}
+        if not scheme.symmetric:
+            made[f"{name}_zeros"] = torch.uint8, 1
+        if problem.has_bias:
+            made[f"{name}_bias"] = torch.float32, 1
+        if scheme.has_g_idx:
+            made[f"{name}_g_idx"] = torch.int32, 1
+        for key, (dtype, last) in made.items():
+            tensors[key] = torch.empty((1, last), dtype=dtype, device="meta")
+    return PackedExperts(layout.key, problem, tensors)
 
 
 def default_params(problem: Problem, num_tokens: int) -> dict[str, Any]:

@@ -15,14 +15,13 @@ from autosel import triton_offline
 from autosel.activations import constants
 from autosel.backends import _package, _rules
 from autosel.core import Device, Params, Problem, Reason, Routing, Support
-from autosel.dtypes import torch_dtype
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
 from autosel.layouts.wna16_tiled import Sizes, Wna16Tiled
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from autosel.kernels.wna16_layer import TiledLayer
+    from autosel.kernels.wna16_layer import Launch, TiledLayer
 
 
 def _layer(
@@ -113,18 +112,26 @@ class Wna16TiledBackend(Backend):
     def compile_ahead(
         self, problem: Problem, params: Params, num_tokens: int, device: Device
     ) -> None:
-        from autosel.kernels.wna16_moe import layer_launches
-        from autosel.kernels.wna16_space import starting_params
-
-        layer = _meta_layer(problem, device)
-        dtype = torch_dtype(problem.act_dtype)
-        x = torch.empty((num_tokens, layer.hidden), dtype=dtype, device="meta")
-        ids = torch.empty((num_tokens, problem.top_k), dtype=torch.int32, device="meta")
-        weights = torch.empty(ids.shape, dtype=torch.float32, device="meta")
-        settings: dict[str, Any] = {**starting_params(layer, num_tokens), **params}
         triton_offline.compile_for(device)
-        for launch in layer_launches(layer, x, ids, weights, x, settings):
+        for launch in _meta_launches(problem, params, num_tokens, device):
             launch.kernel.warmup(*launch.signature(), grid=(1,), **launch.options)
+
+    def compiled_counts(
+        self, problem: Problem, params: Params, token_counts: Sequence[int], device: Device
+    ) -> Sequence[int]:
+        """Columns that are found by scanning all slots have GEMMs for each power of two of them.
+
+        The small kernels around the GEMMs have more variants still, but those of two counts whose
+        GEMMs are the same are not worth having these compiled twice.
+        """
+        first: dict[tuple[str, ...], int] = {}
+        for count in token_counts:
+            launches = _meta_launches(problem, params, count, device)
+            gemms = (launch for launch in launches if "NR" in launch.options)
+            # Their whole numbers are not specialised on, so that the options tell them apart.
+            key = tuple(f"{gemm.kernel.__name__} {gemm.options}" for gemm in gemms)
+            first.setdefault(key, count)
+        return tuple(first.values())
 
     def run(
         self,
@@ -151,6 +158,23 @@ class Wna16TiledBackend(Backend):
         y = torch.empty_like(wide)
         moe_forward(layer, wide, routing.topk_ids, weights, y, settings)
         return out.copy_(y[:, : problem.hidden_size])
+
+
+def _meta_launches(
+    problem: Problem, params: Params, num_tokens: int, device: Device
+) -> list[Launch]:
+    """The launches of a call, on tensors without contents."""
+    from autosel.kernels.wna16_moe import layer_launches
+    from autosel.kernels.wna16_space import starting_params
+
+    layer = _meta_layer(problem, device)
+    x, routing, _ = triton_offline.meta_call(problem, num_tokens)
+    wide = torch.empty((num_tokens, layer.hidden), dtype=x.dtype, device="meta")
+    settings: dict[str, Any] = {**starting_params(layer, num_tokens), **params}
+    launches: list[Launch] = layer_launches(
+        layer, wide, routing.topk_ids, routing.topk_weights, torch.empty_like(wide), settings
+    )
+    return launches
 
 
 def _meta_layer(problem: Problem, device: Device) -> TiledLayer:
