@@ -18,6 +18,7 @@ from autosel.errors import AutoselError, RoutingError, field_error
 from autosel.layer_choice import Choice, Chooser, Database, Layouts
 from autosel.layer_place import expert_map_of, place, weights_id
 from autosel.layer_prove import prover
+from autosel.layer_refusals import refuse
 from autosel.layer_runtime import LayerRuntime
 from autosel.layer_state import PackedModule
 from autosel.ranks import Ranks
@@ -30,6 +31,9 @@ __all__ = ["FusedMoE"]
 
 #: The ranks that sum their outputs also decide together.
 AUTO = object()
+
+#: Of the constructor, beside the runtime.
+_OPTIONS = ("router", "correction_bias", "shared_experts", "reduce_group")
 
 SharedExperts = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,6 +50,8 @@ class FusedMoE(PackedModule):
     """
 
     correction_bias: torch.Tensor | None
+    #: vLLM's word for replicas of busy experts: each expert is held once here.
+    supports_eplb = False
 
     def __init__(
         self,
@@ -224,6 +230,8 @@ class FusedMoE(PackedModule):
     ) -> FusedMoE:
         ranks = _ranks(decide_group, options.get("reduce_group"))
         try:
+            others = {name: options.pop(name) for name in list(options) if name not in _OPTIONS}
+            refuse("FusedMoE", others, _OPTIONS)
             where, described = place(device)
             chosen = expert_map_of(problem, ep_rank, ep_size, expert_map)
         except Exception as error:
@@ -261,6 +269,7 @@ class FusedMoE(PackedModule):
         out: torch.Tensor | None = None,
         trusted: bool = False,
         shared_experts_input: torch.Tensor | None = None,
+        **others: Any,
     ) -> torch.Tensor:
         """The layer's output, shaped like ``x``, in the act dtype.
 
@@ -273,17 +282,18 @@ class FusedMoE(PackedModule):
                       a -1 is NaN; saves the checks of values where no expert map is needed
         shared_experts_input  what the shared experts get instead of ``x``
 
-        Raises AutoselError (RoutingError) for shapes, dtypes and devices that do not fit.
+        Raises AutoselError (RoutingError) for shapes, dtypes and devices that do not fit, and
+        UnsupportedError for ``others``: what :data:`autosel.layer_refusals.REFUSED` names.
         """
+        if others:
+            refuse("FusedMoE.forward", others)
         shape = x.shape
         if out is not None and out.shape != shape:
             raise AutoselError(field_error("out", "shape", list(out.shape), list(shape)))
         if len(shape) != 2:
             x = _rows("x", x)
-            topk_ids, topk_weights = (
-                _rows("topk_ids", topk_ids),
-                _rows("topk_weights", topk_weights),
-            )
+            topk_ids = _rows("topk_ids", topk_ids)
+            topk_weights = _rows("topk_weights", topk_weights)
         if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
             y = torch.ops.autosel.fused_moe(x, topk_ids, topk_weights, self._op_name)
         else:
@@ -318,14 +328,8 @@ class FusedMoE(PackedModule):
         )
         slots = (*x.shape[:-1], self.router.top_k)
         if routing.num_tokens != math.prod(slots[:-1]):
-            raise RoutingError(
-                field_error(
-                    "router_logits",
-                    "shape",
-                    list(router_logits.shape),
-                    f"{list(x.shape[:-1])} tokens as in x",
-                )
-            )
+            found, wanted = list(router_logits.shape), f"{list(x.shape[:-1])} tokens as in x"
+            raise RoutingError(field_error("router_logits", "shape", found, wanted))
         return self.forward(
             x,
             routing.topk_ids.view(slots),

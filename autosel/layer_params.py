@@ -26,6 +26,7 @@ from autosel.formats.base import (
 )
 from autosel.layer import FusedMoE
 from autosel.layer_axes import AXES, Cut
+from autosel.layer_refusals import REFUSED
 from autosel.rank_problem import rank_problem
 from autosel.sharding import expert_range
 from autosel.stacking import Stack
@@ -88,6 +89,27 @@ class ExpertParameters(nn.Module):
                 parameter = nn.Parameter(tensor.to(device), requires_grad=False)
                 self.register_parameter(f"{name}_{suffix}", parameter)
 
+    @property
+    def load_full_w2(self) -> bool:
+        """Whether every rank keeps all scale rows of w2: its inputs may belong to any group."""
+        scheme = self.problem.w2
+        return scheme.has_g_idx and scheme.group_size != -1
+
+    @property
+    def is_k_full(self) -> bool:
+        """Whether this rank's w2 has all inputs, or none of them an order of its own."""
+        return not self.problem.w2.has_g_idx or self._ranks["tp_size"] == 1
+
+    @property
+    def num_groups_w13(self) -> int:
+        """Scale rows of w13."""
+        return len(self._cuts["w3"].groups)
+
+    @property
+    def num_groups_w2(self) -> int:
+        """Scale rows of w2 on this rank."""
+        return len(self._cuts["w2"].groups)
+
     def load_weight(
         self, suffix: str, tensor: torch.Tensor, *, expert_id: int, shard_id: Shard
     ) -> bool:
@@ -105,6 +127,8 @@ class ExpertParameters(nn.Module):
         cut = self._cuts[shard_id]
         if suffix in self._format.others:
             return self._check_shape(tensor, shard_id, where)
+        if suffix in REFUSED:
+            raise CheckpointError(field_error(where, "tensor", suffix, REFUSED[suffix]))
         if suffix not in self._axes:
             raise CheckpointError(
                 field_error(where, "tensor", suffix, "one of " + ", ".join(self._axes))

@@ -41,7 +41,7 @@ def expert_map_of(
                     "expert_map",
                     "local ids",
                     local,
-                    f"each of 0 to {problem.num_local_experts - 1} once",
+                    f"each of 0 to {problem.num_local_experts - 1} once (no replicas)",
                 )
             )
         return given.to(torch.int32)
