@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from autosel.core import Problem
 from autosel.verify_cases import ROUTINGS, TOKEN_COUNTS, full_token_counts
 from autosel.verify_recipes import SPECIAL, Plan, Recipe, drawn, uniform
+from autosel.verify_suite import EXTREME_COUNTS, extreme_problem
 
 
 @functools.lru_cache(maxsize=64)
@@ -26,6 +27,13 @@ def full_counts(problem: Problem, edges: Sequence[int] = ()) -> tuple[int, ...]:
     """Token counts that the full set adds; ``edges`` as :class:`~autosel.verify_suite.Suite`'s."""
     known = set(quick_counts(problem))
     return tuple(m for m in full_token_counts(edges) if m not in known)
+
+
+def extreme_counts(problem: Problem) -> tuple[int, ...]:
+    """Token counts of the full set's cases on :func:`~autosel.verify_suite.extreme_problem`."""
+    plan = Plan(extreme_problem(problem), 0, 0, max(EXTREME_COUNTS))
+    built = [recipe for recipe in SPECIAL if recipe.independent]
+    return _counts(plan, (*map(uniform, EXTREME_COUNTS), *built))
 
 
 def _counts(plan: Plan, recipes: Sequence[Recipe]) -> tuple[int, ...]:

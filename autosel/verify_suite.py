@@ -12,12 +12,15 @@ from functools import cached_property
 
 import torch
 
-from autosel.core import CanonicalExperts, QuantWeight
+from autosel.core import CanonicalExperts, Problem, QuantWeight
 from autosel.packing import pack_last
 from autosel.verify_cases import TOKEN_COUNTS, Case, full_token_counts, make_cases
 
 #: Most experts of the made-up layer with extreme weights. Kernels read one like another.
 EXTREME_EXPERTS = 4
+
+#: Token counts of its drawn cases.
+EXTREME_COUNTS = (1, 17)
 
 #: Powers of two over which its scales are spread, around the layer's own.
 EXTREME_SPREAD = (-6, 2)
@@ -64,9 +67,17 @@ class Suite:
     def extreme(self) -> tuple[CanonicalExperts, list[Case]]:
         """A small layer like this one but for its weights' values, and cases on it."""
         experts = extreme_experts(self.experts, self.seed)
-        cases = make_cases(experts, token_counts=(1, 17), routings=(), seed=self.seed)
+        cases = make_cases(experts, token_counts=EXTREME_COUNTS, routings=(), seed=self.seed)
         kept = [case for case in cases if case.independent]
         return experts, [replace(case, name=f"extreme weights, {case.name}") for case in kept]
+
+
+def extreme_problem(problem: Problem) -> Problem:
+    """The shape of the layer with extreme weights."""
+    count = min(EXTREME_EXPERTS, problem.num_local_experts)
+    return replace(
+        problem, num_experts=count, num_local_experts=count, top_k=min(problem.top_k, count)
+    )
 
 
 def extreme_experts(experts: CanonicalExperts, seed: int = 0) -> CanonicalExperts:
@@ -76,14 +87,8 @@ def extreme_experts(experts: CanonicalExperts, seed: int = 0) -> CanonicalExpert
     are 0; codes are even over their whole range, at its top in some rows and at its bottom in
     others; zero points, where there are any, take every value with both ends in each row.
     """
-    problem = experts.problem
-    count = min(EXTREME_EXPERTS, problem.num_local_experts)
-    small = replace(
-        problem,
-        num_experts=count,
-        num_local_experts=count,
-        top_k=min(problem.top_k, count),
-    )
+    small = extreme_problem(experts.problem)
+    count = small.num_experts
     generator = torch.Generator().manual_seed(seed)
 
     def weight(source: QuantWeight) -> QuantWeight:

@@ -26,7 +26,8 @@ from autosel.sources import WeightSource
 from autosel.timing import Timer, TimingSettings
 from autosel.trial import Bench, Known, blank_row
 from autosel.tune_types import Observer, SweepSettings
-from autosel.verify_sizes import full_counts, quick_counts
+from autosel.verify_sizes import extreme_counts, full_counts, quick_counts
+from autosel.verify_suite import extreme_problem
 from autosel.worker import Worker, WorkerDiedError
 from autosel.worker_beat import NOBODY
 from autosel.worker_compile import Compilation, CompilePool, compiles_ahead
@@ -193,6 +194,8 @@ class WorkerBench:
             with contextlib.suppress(*CAUGHT):
                 counts = [row.num_tokens, *full_counts(self._problem, self._tokens)]
                 self._compile(candidate, self._problem, counts)
+                small = extreme_problem(self._problem)
+                self._compile(candidate, small, extreme_counts(self._problem))
                 self.compiled([candidate], row.num_tokens)
         try:
             done = self._ask(Prove(row), "prove")

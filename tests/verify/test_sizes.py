@@ -7,8 +7,8 @@ import pytest
 from autosel.core import Problem, QuantScheme
 from autosel.sources import RandomSource
 from autosel.verify_cases import make_cases
-from autosel.verify_sizes import full_counts, quick_counts
-from autosel.verify_suite import Suite
+from autosel.verify_sizes import extreme_counts, full_counts, quick_counts
+from autosel.verify_suite import Suite, extreme_problem
 
 S = QuantScheme(4, 16, True, scale_dtype="bfloat16")
 
@@ -25,3 +25,6 @@ def test_counts_are_those_of_the_cases(problem: Problem) -> None:
     edges = (5, 48, 4096)
     full = {len(case.x) for case in Suite(experts, edges=edges).more} - {0}
     assert set(full_counts(problem, edges)) == full - quick
+    small, cases = Suite(experts).extreme
+    assert small.problem == extreme_problem(problem)
+    assert set(extreme_counts(problem)) == {len(case.x) for case in cases} - {0}
