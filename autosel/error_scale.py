@@ -164,7 +164,10 @@ def judge(
                 # Once for the router weight's own type and once for a 16-bit sum over slots.
                 leaving = 2 * rounding.variance(y * factor)
                 h_own, y_own = first.variance(rows, h), second.variance(a, y)
-                smallest = smallest.minimum(torch.minimum(h_own.min(), y_own.min()))
+                # An input of nothing but zeros has no error that could be too small.
+                least = torch.minimum(h_own.amin(dim=1), y_own.amin(dim=1))  # [R]
+                dead = ~rows.any(dim=1)
+                smallest = smallest.minimum(least.masked_fill(dead, torch.inf).min())
 
                 def onto_activation(
                     at_h: torch.Tensor, shards: int = problem.num_shards
