@@ -113,19 +113,29 @@ def build(flags: tuple[str, ...]) -> ctypes.CDLL:
     name = f"libautosel-wna16-{_digest(cxx, flags)}.so"
     target = cache_dir() / "native" / name
     try:
+        return _built_in(target, cxx, flags)
+    except OSError:
+        return _built_aside(name, cxx, flags)
+
+
+def _built_aside(name: str, cxx: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """For a read-only or foreign cache folder: the library in a folder that does not stay."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="autosel-", ignore_cleanup_errors=True) as folder:
+            return _built_in(Path(folder) / name, cxx, flags)  # once loaded, no file is needed
+    except OSError as error:
+        raise UnsupportedError(f"CPU kernel: {error}") from None
+
+
+def _built_in(target: Path, cxx: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """Build ``target`` unless it is there, and load it; OSError where neither works."""
+    try:
         if not target.exists():
             _build(cxx, flags, target)
-    except OSError:
-        # A read-only or foreign cache folder: build into a private one for this process.
-        target = Path(tempfile.mkdtemp(prefix="autosel-")) / name
-        _build(cxx, flags, target)
     except subprocess.TimeoutExpired:
         raise UnsupportedError(
             f"{cxx}: building the CPU kernel: found no end after {_TIMEOUT_S} s"
         ) from None
-    try:
-        library = ctypes.CDLL(str(target))
-        library.wna16_workspace_bytes.restype = ctypes.c_int64
-        return library
-    except OSError as error:
-        raise UnsupportedError(f"CPU kernel: {error}") from None
+    library = ctypes.CDLL(str(target))
+    library.wna16_workspace_bytes.restype = ctypes.c_int64
+    return library

@@ -334,6 +334,17 @@ def test_a_plan_survives_json_unchanged() -> None:
         (("problem", "top_k"), 99, "top_k"),
         (("device",), None, "record"),
         (("next_copy", "gain_interval"), [1], "record"),
+        (("next_copy", "gain_us"), "1", "gains"),
+        (("next_copy", "extra_bytes"), 0.5, "extra_bytes"),
+        (("next_copy", "break_even_calls"), -1, "break_even_calls"),
+        (("next_copy", "fits"), 1, "fits"),
+        (("layers",), "1", "layers"),
+        (("copy_bytes",), -1, "copy_bytes"),
+        (("copy_bytes",), True, "copy_bytes"),
+        (("budget_bytes",), 1e300, "budget_bytes"),
+        (("single", 0, "time_us"), "1", "single"),
+        (("single", 0, "nbytes"), 2**63, "single"),
+        (("single", 0, "server"), "both", "single"),
     ],
 )
 def test_damaged_plans_are_refused_in_one_line(

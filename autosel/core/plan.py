@@ -25,10 +25,25 @@ def _need(ok: bool, where: str, what: str, found: object, expected: object) -> N
         raise AutoselError(field_error(f"Plan.{where}", what, found, expected))
 
 
-def _time(where: str, value: object) -> None:
+def _is_number(value: object) -> bool:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    ok = number and math.isfinite(value) and value > 0  # type: ignore[operator,arg-type]
+    return number and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _time(where: str, value: object) -> None:
+    ok = _is_number(value) and value > 0  # type: ignore[operator]
     _need(ok, where, "microseconds", repr(value), "finite and above 0")
+
+
+def _share(where: str, name: str, value: object) -> None:
+    ok = _is_number(value) and 0 <= value <= 1 + 1e-9  # type: ignore[operator]
+    _need(ok, where, name, repr(value), "a share, 0 to 1")
+
+
+def _whole(where: str, name: str, value: object, least: int = 1) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    ok = whole and least <= value < 2**63  # type: ignore[operator]
+    _need(ok, where, name, repr(value), f"a whole number from {least}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +55,7 @@ class ResidentLayout:
     nbytes: int
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.nbytes, int) and not isinstance(self.nbytes, bool)
-        _need(whole and self.nbytes > 0, "resident", "nbytes", repr(self.nbytes), "a size above 0")
+        _whole("resident", "nbytes", self.nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +84,7 @@ class PlannedBucket:
         _time(f"{where}.time_us", self.time_us)
         _time(f"{where}.best_us", self.best_us)
         for name in ("calls", "tokens"):
-            share = getattr(self, name)
-            number = isinstance(share, int | float) and not isinstance(share, bool)
-            _need(number and 0 <= share <= 1 + 1e-9, where, name, repr(share), "a share, 0 to 1")
+            _share(where, name, getattr(self, name))
         allowed = get_args(AccuracyClass)
         _need(self.accuracy in allowed, where, "accuracy", repr(self.accuracy), allowed)
 
@@ -98,6 +110,17 @@ class NextCopy:
     worth: bool
     break_even_calls: float | None = None
 
+    def __post_init__(self) -> None:
+        _whole("next_copy", "extra_bytes", self.extra_bytes, -(2**63))
+        gains = (self.gain_us, *(self.gain_interval or ()))
+        _need(all(map(_is_number, gains)), "next_copy", "gains", gains, "finite microseconds")
+        calls = self.break_even_calls
+        sound = calls is None or (_is_number(calls) and calls >= 0)
+        _need(sound, "next_copy", "break_even_calls", repr(calls), "calls, from 0")
+        for name in ("fits", "worth"):
+            flag = getattr(self, name)
+            _need(isinstance(flag, bool), "next_copy", name, repr(flag), "true or false")
+
 
 @dataclass(frozen=True, slots=True)
 class BreakEven:
@@ -112,6 +135,10 @@ class BreakEven:
     buckets: tuple[str, ...]
     share: float
     break_even: float
+
+    def __post_init__(self) -> None:
+        _share("break_even", "share", self.share)
+        _share("break_even", "break_even", self.break_even)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +155,13 @@ class SingleLayout:
     nbytes: int
     time_us: float
     best_us: float
+
+    def __post_init__(self) -> None:
+        servers = get_args(Server)
+        _need(self.server in servers, "single", "server", repr(self.server), servers)
+        _whole("single", "nbytes", self.nbytes)
+        _time("single.time_us", self.time_us)
+        _time("single.best_us", self.best_us)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +206,8 @@ class Plan:
     def __post_init__(self) -> None:
         _need(bool(self.buckets), "buckets", "number", 0, "at least 1")
         _need(bool(self.resident), "resident", "number", 0, "at least 1")
-        _need(self.layers >= 1, "layers", "value", self.layers, "at least 1")
+        for name in ("budget_bytes", "copy_bytes", "layers"):
+            _whole(name, "value", getattr(self, name))
         keys = [item.layout for item in self.resident]
         _need(keys == sorted(set(keys)), "resident", "layouts", keys, "sorted, each once")
         found = self.resident_bytes
@@ -248,9 +283,9 @@ class Plan:
                 requirements=tuple(map(str, data["requirements"])),
                 workload=Workload.from_dict(data["workload"]),
                 budget=str(data["budget"]),
-                budget_bytes=int(data["budget_bytes"]),
-                copy_bytes=int(data["copy_bytes"]),
-                layers=int(data["layers"]),
+                budget_bytes=data["budget_bytes"],
+                copy_bytes=data["copy_bytes"],
+                layers=data["layers"],
                 resident=tuple(ResidentLayout(**item) for item in data["resident"]),
                 buckets=tuple(map(_bucket_from, data["buckets"])),
                 time_us=data["time_us"],

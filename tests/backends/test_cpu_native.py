@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -255,8 +256,22 @@ def test_build_survives_a_cache_folder_that_cannot_be_written(monkeypatch, tmp_p
     blocked = tmp_path / "file"
     blocked.write_text("not a folder")
     monkeypatch.setenv("AUTOSEL_CACHE", str(blocked))
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     native.build.cache_clear()
     assert native.load().wna16_workspace_bytes
+    assert not list(temporary.iterdir())  # each process would leave 400 KB
+
+
+def test_nowhere_to_build_is_a_reason(monkeypatch, tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("AUTOSEL_CACHE", str(blocked))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    native.build.cache_clear()
+    with pytest.raises(UnsupportedError, match="No such file"):
+        native.load()
 
 
 SANITIZED = """

@@ -169,9 +169,10 @@ def test_ctrl_c_keeps_what_is_measured_and_the_same_command_goes_on(
     stopping = Stopping()
     args = ["sweep", example, "--tokens", "1,4", "--backends", "plain_fake,stopping_fake", *FAST]
     with registry.register(stopping):
-        ran = autosel(*args)
+        ran = autosel(*args, "--fresh")
         assert ran.status == 130
         assert "interrupted" in ran.err
+        assert "--fresh" not in ran.err  # it would not go on from here
         assert f"autosel sweep {example} --tokens 1,4" in ran.err
         with Store.open(tmp_path / "autosel.db") as store:
             kept = store.measurements()

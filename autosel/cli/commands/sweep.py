@@ -174,7 +174,8 @@ def command(
             for layer, result in zip(found.layers, results, strict=False)
         ]
         place = str(store.path) if store.path else None
-    _say_what_was_kept(progress, place, interrupted, shlex.join(["autosel", *args]))
+    again = shlex.join(["autosel", *(word for word in args if word != "--fresh")])
+    _say_what_was_kept(progress, place, interrupted, again)
     return _report(found, here, results, plans, place, interrupted)
 
 
@@ -225,6 +226,7 @@ def _say_what_was_kept(
     where = f"kept in {place}" if place else "not kept: the database is in memory"
     note(f"{counts}; {where}")
     if interrupted and place:
+        # Without --fresh, which would measure again what has just been kept.
         note(f"interrupted; the same command goes on from here: {again}")
     elif interrupted:
         note("interrupted; nothing can be resumed")
