@@ -139,6 +139,20 @@ def _within(ids: torch.Tensor, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     return held, torch.ne(held, ids, out=changed)
 
 
+def local_ids(ids: torch.Tensor, problem: Problem, expert_map: torch.Tensor | None) -> torch.Tensor:
+    """int32 ids for kernels that take any (:attr:`autosel.interfaces.Backend.reads_any_ids`).
+
+    ids int32 or int64 ``[M, top_k]``; expert_map int32, checked, on the device of ids. Half as many
+    operators as :func:`localize`, since weights need no change.
+    """
+    if expert_map is None:
+        return _narrowed(ids, problem.num_experts)
+    known, gone = _within(ids, problem.num_experts)
+    found = workspace.empty(tuple(ids.shape), torch.int32, ids.device)
+    torch.index_select(expert_map, 0, known.view(-1), out=found.view(-1))
+    return found.masked_fill_(gone, _constant(-1, torch.int32))
+
+
 def _narrowed(ids: torch.Tensor, stop: int) -> torch.Tensor:
     """As contiguous int32; what is no expert stays none."""
     shape = tuple(ids.shape)

@@ -299,7 +299,8 @@ class FusedMoE(PackedModule):
         else:
             # Rows that do not lie together in `out` are computed elsewhere and copied below.
             flat = out if out is None or len(shape) == 2 or out.is_contiguous() else None
-            flat = flat if flat is None else flat.view(x.shape)
+            if flat is not None and len(shape) != 2:
+                flat = flat.view(x.shape)
             y = self._runtime.run(x, topk_ids, topk_weights, flat, trusted)
         if self.reduce_group is not None:
             torch.distributed.all_reduce(y, group=self.reduce_group)
@@ -307,7 +308,7 @@ class FusedMoE(PackedModule):
             own = shared_experts_input if shared_experts_input is not None else x.view(shape)
             y = y.add_(self.shared_experts(own).reshape(y.shape))
         answer: torch.Tensor = y if len(shape) == 2 else y.view(shape)
-        if out is None or out.data_ptr() == answer.data_ptr():
+        if out is None or out is answer or out.data_ptr() == answer.data_ptr():
             return answer if out is None else out
         return out.copy_(answer)
 

@@ -21,6 +21,7 @@ from autosel.core import CanonicalExperts, Device, Params, Problem, Routing, Sta
 from autosel.dispatch import apply, check_result
 from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RankError, UnsupportedError, field_error
+from autosel.expert_map import local_ids
 from autosel.failures import CAUGHT, failed, is_out_of_memory
 from autosel.interfaces import Backend, Layout, PackedExperts
 from autosel.layer_check import Probe, make_probe
@@ -138,10 +139,9 @@ class LayerRuntime:
             # Inside torch.compile the compiled graph plans memory, and its pools are private.
             held = None if compiled else workspace.begin(self.device)
             try:
-                if (trusted or entry.backend.reads_any_ids) and self._plain(
-                    x, topk_ids, topk_weights, out
-                ):
-                    return self._direct(entry, x, Routing(topk_ids, topk_weights), out)
+                routing = self._ready(entry, x, topk_ids, topk_weights, out, trusted)
+                if routing is not None:
+                    return self._direct(entry, x, routing, out)
                 return apply(
                     entry.backend,
                     entry.packed,
@@ -164,43 +164,45 @@ class LayerRuntime:
         self, entry: Entry, x: torch.Tensor, routing: Routing, out: torch.Tensor | None
     ) -> torch.Tensor:
         """A call whose tensors are already what a backend is promised."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._direct(entry, x, routing, out)
         buffer = torch.empty_like(x) if out is None else out
-        if not torch.is_grad_enabled():
-            return check_result(
-                entry.backend,
-                entry.backend.run(entry.packed, x, routing, entry.params, buffer),
-                buffer,
-            )
-        with torch.no_grad():
-            return check_result(
-                entry.backend,
-                entry.backend.run(entry.packed, x, routing, entry.params, buffer),
-                buffer,
-            )
+        result = entry.backend.run(entry.packed, x, routing, entry.params, buffer)
+        return check_result(entry.backend, result, buffer)
 
-    def _plain(
+    def _ready(
         self,
+        entry: Entry,
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         out: torch.Tensor | None,
-    ) -> bool:
-        """Whether metadata is what a backend is promised; the values of ids are the caller's."""
-        rows = x.shape[0]
-        return (
-            self.expert_map is None
+        trusted: bool,
+    ) -> Routing | None:
+        """The routing as the backend may have it at once, or None where more is to be done.
+
+        Looks at metadata alone; values of ids are the kernel's own matter, or the caller's.
+        """
+        any_ids, placed, rows = entry.backend.reads_any_ids, self.expert_map, x.shape[0]
+        if not (
+            (any_ids or (trusted and placed is None))
             and rows > 0
             and x.dtype is self._dtype
-            and topk_ids.dtype is torch.int32
             and topk_weights.dtype is torch.float32
             and x.shape == (rows, self._width)
             and topk_ids.shape == topk_weights.shape == (rows, self._top_k)
             and x.is_contiguous()
-            and topk_ids.is_contiguous()
             and topk_weights.is_contiguous()
             and x.device == topk_ids.device == topk_weights.device == self.device
             and (out is None or self._apart(out, x))
-        )
+        ):
+            return None
+        if placed is None and topk_ids.dtype is torch.int32 and topk_ids.is_contiguous():
+            return Routing(topk_ids, topk_weights)
+        if any_ids and topk_ids.dtype in (torch.int32, torch.int64):
+            return Routing(local_ids(topk_ids, self.problem, placed), topk_weights)
+        return None
 
     def _apart(self, out: torch.Tensor, x: torch.Tensor) -> bool:
         """Whether a backend may write into ``out`` while it reads ``x``."""

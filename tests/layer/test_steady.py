@@ -306,3 +306,39 @@ def test_an_int64_id_beyond_32_bits_is_no_expert(layer):
     wide, gone = ids.long(), ids.clone()
     wide[0, 0], gone[0, 0] = 2**32 + 1, -1
     assert torch.equal(layer(x, wide, weights), layer(x, gone, weights))
+
+
+def test_a_call_that_is_handed_over_keeps_its_ids():
+    """Ids converted in planned memory for a kernel that fails must not reach the next one."""
+    seen = []
+
+    class Failing(FakeBackend):
+        reads_any_ids = True
+
+        def run(self, packed, x, routing, params, out):
+            if failing:
+                scratch = workspace.empty((4096,), torch.int32, x.device)
+                scratch.fill_(7)
+                raise RuntimeError("no")
+            return super().run(packed, x, routing, params, out)
+
+    class Next(FakeBackend):
+        def run(self, packed, x, routing, params, out):
+            workspace.empty((4096,), torch.int32, x.device).fill_(5)
+            seen.append(routing.topk_ids.clone())
+            return super().run(packed, x, routing, params, out)
+
+    failing = False
+    with (
+        registered(first=Failing(Clock()), second=Next(Clock())),
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr("autosel.layer_choice.DEFAULTS", ("first", "second"))
+        made = FusedMoE.from_source(SOURCE, db=":memory:")
+        x, ids, weights = inputs(3)
+        for _ in range(2):
+            made(x, ids.long(), weights)
+        failing = True
+        with pytest.warns(UserWarning, match="withdrawn"):
+            made(x, ids.long(), weights)
+    assert torch.equal(seen[-1], ids)
