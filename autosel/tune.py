@@ -101,8 +101,9 @@ class _Sweep:
         measurements: list[Measurement] = []
         outcomes: list[Decision | NothingUsable] = []
         try:
-            for bucket in self.buckets:
-                found = self._measure(bucket.measured)
+            counts = [bucket.measured for bucket in self.buckets]
+            for bucket, later in zip(self.buckets, [*counts[1:], None], strict=True):
+                found = self._measure(bucket.measured, later)
                 outcomes.append(self._decide(bucket, found))
                 measurements += found
         finally:
@@ -120,11 +121,12 @@ class _Sweep:
             cuts=tuple(self.cuts),
         )
 
-    def _measure(self, num_tokens: int) -> list[Measurement]:
+    def _measure(self, num_tokens: int, later: int | None) -> list[Measurement]:
         """Every candidate at one token count: stored ones as they are, the others now."""
         self.deadline.begin()
         stored = self._stored(num_tokens)
-        rows = self.trials.at(num_tokens, stored)
+        following = None if later is None else (later, self._stored(later))
+        rows = self.trials.at(num_tokens, stored, following)
         ready = [row for row in rows if row.status == "ok" and not row.times_us]
         if ready:
             ready += self.trials.rejoining(rows, num_tokens)

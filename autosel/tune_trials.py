@@ -90,13 +90,23 @@ class Trials:
         self.is_ready = False  # whether this token count has a candidate that was right
         self.quick = replace(settings.timing, rounds=1, samples_per_round=3)
 
-    def at(self, num_tokens: int, stored: Stored) -> Rows:
-        """Every candidate: refused, failed, taken from the store, or ready for timing."""
+    def at(
+        self, num_tokens: int, stored: Stored, following: tuple[int, Stored] | None = None
+    ) -> Rows:
+        """Every candidate: refused, failed, taken from the store, or ready for timing.
+
+        ``following`` is the next token count, with what is stored for it: while candidates of this
+        one are verified, compilers begin with that one's.
+        """
         self.untried = []
         self.is_ready = any(row.status == "ok" for row in stored.values())
         turns = {b.name: self._turn(b, num_tokens, stored) for b in self.backends}
         for turn in turns.values():
             self._compile_ahead(turn, turn.own_points, num_tokens, stored)
+        if following is not None:
+            for backend in self.backends:
+                later = self._turn(backend, *following)
+                self._compile_ahead(later, later.own_points, *following)
         rows: dict[str, Rows] = {}
         left = list(turns.values())
         while left:
@@ -110,7 +120,7 @@ class Trials:
             if self.deadline.is_set:
                 self._compile_ahead(turn, self._first_points(turn, num_tokens), num_tokens, stored)
             rows[turn.backend.name] += self._other_rows(turn, num_tokens, stored)
-        self.bench.drop_compilations()  # what time did not suffice for
+        self.bench.drop_compilations(num_tokens)  # what time did not suffice for
         # A search tries the backend's own setting once more; the later row counts.
         found = (row for backend in self.backends for row in rows[backend.name])
         return list({row.candidate: row for row in found}.values())

@@ -100,8 +100,8 @@ class Observer:
         """Before anything runs."""
 
     def step(self, what: str, num_tokens: int, candidate: Candidate | None = None) -> None:
-        """A step begins: ``load``, ``pack``, ``first call``, ``verify``, ``search``,
-        ``time`` or ``prove``."""
+        """A step begins: ``load``, ``compile`` (waiting for it), ``pack``, ``first call``,
+        ``verify``, ``search``, ``time`` or ``prove``."""
 
     def timed(self, num_tokens: int, done: int, total: int) -> None:
         """``done`` of ``total`` blocks of this token count are timed."""

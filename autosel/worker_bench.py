@@ -101,6 +101,7 @@ class WorkerBench:
         self._pool: CompilePool | None = None
         self._backends: dict[str, Backend] = {}
         self._jobs: dict[tuple[Candidate, Problem, int], Compilation] = {}
+        self._wanted: dict[int, list[Compilation]] = {}  # by the token count that is being tried
         self._known = Known()
         self._unsendable: dict[str, str] = {}
         #: The step that ran last.
@@ -134,7 +135,7 @@ class WorkerBench:
                 counts = [num_tokens]
                 if candidate not in self._known.verdicts:  # else it is not verified again
                     counts += [m for m in quick_counts(self._problem) if m != num_tokens]
-                self._compile(candidate, self._problem, counts)
+                self._compile(candidate, self._problem, counts, num_tokens)
 
     def compiled(
         self,
@@ -157,10 +158,10 @@ class WorkerBench:
             self._pool.wait(lambda: found() is not None, give_up)
         return found()
 
-    def drop_compilations(self) -> None:
-        """What has not begun to compile is not wanted any more."""
+    def drop_compilations(self, num_tokens: int) -> None:
+        """What was wanted at this token count and has not begun to compile is not any more."""
         if self._pool is not None:
-            self._pool.drop()
+            self._pool.drop(self._wanted.pop(num_tokens, []))
 
     def attempt(self, candidate: Candidate, num_tokens: int) -> Measurement:
         """Pack, call once and verify; "ok" means ready for :meth:`time`, without times yet."""
@@ -193,9 +194,10 @@ class WorkerBench:
         if compiles_ahead(self._backends[candidate.backend]):
             with contextlib.suppress(*CAUGHT):
                 counts = [row.num_tokens, *full_counts(self._problem, self._tokens)]
-                self._compile(candidate, self._problem, counts)
+                self._compile(candidate, self._problem, counts, row.num_tokens)
                 small = extreme_problem(self._problem)
-                self._compile(candidate, small, extreme_counts(self._problem))
+                counts = [*extreme_counts(self._problem)]
+                self._compile(candidate, small, counts, row.num_tokens)
                 self.compiled([candidate], row.num_tokens)
         try:
             done = self._ask(Prove(row), "prove")
@@ -286,18 +288,22 @@ class WorkerBench:
         refused: dict[str, str] = self._ask(setup, "start").value
         self._unsendable |= refused
 
-    def _compile(self, candidate: Candidate, problem: Problem, counts: Sequence[int]) -> None:
+    def _compile(
+        self, candidate: Candidate, problem: Problem, counts: Sequence[int], num_tokens: int
+    ) -> None:
         """Hand to the pool what the backend wants compiled for these token counts."""
         backend, params = self._backends[candidate.backend], candidate.params_dict
         data = pack_backend(backend) if backend in registry.registered() else None
         wanted = backend.compiled_counts(problem, params, counts, self._device)
-        new = [m for m in wanted if (candidate, problem, m) not in self._jobs]
+        known = {m: self._jobs.get((candidate, problem, m)) for m in wanted}
+        new = [m for m, one in known.items() if one is None or one.was_dropped]
         if self._pool is None:
             self._pool = CompilePool(self._limits, self._cases)
         made = self._pool.submit(
             Compile(backend.name, data, problem, params, m, self._device) for m in new
         )
         self._jobs |= {(candidate, problem, m): one for m, one in zip(new, made, strict=True)}
+        self._wanted.setdefault(num_tokens, []).extend(made)
 
     def _jobs_of(self, candidate: Candidate) -> list[Compilation]:
         return [one for (owner, _, _), one in self._jobs.items() if owner == candidate]

@@ -39,6 +39,7 @@ class Compilation:
         self.job = job
         self.ms: float | None = None
         self.is_over = False
+        self.was_dropped = False
 
 
 class CompilePool:
@@ -81,12 +82,13 @@ class CompilePool:
         with self._changed:
             self._waiting = deque(sorted(self._waiting, key=lambda one: one not in ahead))
 
-    def drop(self) -> None:
-        """Forget what has not begun."""
+    def drop(self, which: Iterable[Compilation]) -> None:
+        """Forget those that have not begun."""
         with self._changed:
-            for one in self._waiting:
-                one.is_over = True
-            self._waiting.clear()
+            dropped = set(which).intersection(self._waiting)
+            for one in dropped:
+                one.is_over = one.was_dropped = True
+            self._waiting = deque(one for one in self._waiting if one not in dropped)
             self._changed.notify_all()
 
     @contextmanager
@@ -109,7 +111,7 @@ class CompilePool:
 
     def close(self) -> None:
         """End all helpers, at work or not."""
-        self.drop()
+        self.drop(list(self._waiting))
         with self._changed:
             self._closed = True
             workers = self._ready | self._starting

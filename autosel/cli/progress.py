@@ -32,6 +32,7 @@ _DOING = {
 _LINES = {
     "load": "reading weights and working out the right results",
     "pack": "packing and verifying",
+    "compile": "waiting for kernels to compile",
     "search": "searching settings",
     "time": "timing what is correct",
 }

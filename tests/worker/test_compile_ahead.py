@@ -189,11 +189,15 @@ def test_a_sweep_compiles_ahead_and_reports_the_time_with_the_first_call(
         first_call_ms = rows[tile].first_call_ms
         assert first_call_ms is not None
         assert first_call_ms >= 500
-    built = sorted(p.name for p in tmp_path.glob("built-*"))
+    built = sorted(p.name for p in tmp_path.glob(f"built-*-{m.TOKENS}"))
     assert built == ["built-0-5", "built-1-5", "built-2-5"]
 
 
 QUICK = TimingSettings(rounds=1, samples_per_round=1, flush_bytes=1 << 20)
+
+
+#: For a proof the winner's kernels on a layer of extreme weights are compiled, from one token on.
+PROOF = {"first-compiled-1", "second-compiled-1"}
 
 
 class Waits(m.Good):
@@ -216,8 +220,7 @@ class Waits(m.Good):
     def compiled_counts(
         self, problem: Problem, params: Params, token_counts: Any, device: Device
     ) -> Any:
-        assert token_counts[0] == m.TOKENS
-        return [n for n in token_counts if n in (m.TOKENS, *self.counts)]
+        return [n for n in token_counts if n in (token_counts[0], *self.counts)]
 
     def run(self, packed: Any, x: Any, routing: Any, params: Any, out: Any) -> Any:
         Path(self.folder, f"{self.name}-runs").touch()
@@ -254,7 +257,8 @@ def swept(tmp_path: Path, *backends: Backend, **options: Any) -> tuple[Any, list
                 steps.append(f"{what} {candidate.backend}")
 
     names = tuple(backend.name for backend in backends)
-    settings = SweepSettings((m.TOKENS,), backends=names, timing=QUICK, **options)
+    counts = options.pop("counts", (m.TOKENS,))
+    settings = SweepSettings(counts, backends=names, timing=QUICK, **options)
     with ExitStack() as stack:
         for backend in backends:
             stack.enter_context(registry.register(backend))
@@ -273,7 +277,7 @@ def test_all_backends_compile_at_once_while_others_run(
     result, steps = swept(tmp_path, first, second, Plain(where))
     assert {row.status for row in result.measurements} == {"ok"}
     assert next(s for s in steps if s.startswith("first call")) == "first call plain"
-    compiled = {path.name for path in tmp_path.glob("*-compiled-*")}
+    compiled = {path.name for path in tmp_path.glob("*-compiled-*")} - PROOF
     assert compiled == {
         "first-compiled-5", "first-compiled-17", "first-compiled-64", "second-compiled-5",
     }  # fmt: skip
@@ -335,8 +339,44 @@ def test_a_worker_that_dies_while_others_compile_loses_nobody(
     result, _ = swept(tmp_path, Falls(str(tmp_path)), late)
     rows = {row.candidate.backend: row.status for row in result.measurements}
     assert rows == {"falls": "crashed", "first": "ok"}
-    compiled = {path.name for path in tmp_path.glob("*-compiled-*")}
+    compiled = {path.name for path in tmp_path.glob("*-compiled-*")} - PROOF
     assert compiled == {"first-compiled-5", "first-compiled-17"}
+
+
+def test_the_next_token_count_compiles_while_this_one_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autosel.cpuinfo.usable_cpus", lambda: {0, 1})
+
+    class Patient(Plain):
+        """Its calls wait for a compiler of the token count that comes after."""
+
+        def run(self, packed: Any, x: Any, routing: Any, params: Any, out: Any) -> Any:
+            deadline = time.monotonic() + 60
+            while not Path(self.folder, "first-compiled-11").exists():
+                if time.monotonic() > deadline:
+                    raise RuntimeError("nothing was compiled for the next token count")
+                time.sleep(0.01)
+            return super().run(packed, x, routing, params, out)
+
+    where = str(tmp_path)
+    # A count of verification too: a candidate that was right is not verified, nor compiled, again.
+    first = First(where, "first-compiles-5", (17,))
+    result, _ = swept(tmp_path, Patient(where), first, counts=(m.TOKENS, 11))
+    assert {row.status for row in result.measurements} == {"ok"}
+    assert len(result.measurements) == 4
+
+
+def test_what_was_dropped_is_compiled_when_it_is_wanted_again(tmp_path: Path) -> None:
+    with Pool(tmp_path, most=1) as pool:
+        first, second = pool.submit(Ticking(str(tmp_path)), [{}, {}])
+        pool.pool.wait(lambda: (tmp_path / "ticks-own").exists())
+        pool.pool.drop([first, second])
+        assert not first.is_over
+        assert second.was_dropped
+        (tmp_path / "enough").touch()
+        assert pool.finish([first, second]) == [True, False]
+        assert pool.finish(pool.submit(Ticking(str(tmp_path)), [{}])) == [True]
 
 
 @pytest.mark.slow
