@@ -50,16 +50,73 @@ def bucket_for(found: Sequence[TokenBucket], num_tokens: int) -> TokenBucket:
 
 
 def newest_cover(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
-    """Decisions whose buckets do not overlap, sorted, from decisions given newest first.
+    """Decisions whose buckets do not overlap, sorted, from decisions in order of precedence.
 
-    An older one keeps only the tokens that no newer one covers, so that a later, interrupted or
-    narrower sweep replaces exactly what it measured.
+    One keeps only the tokens that none before it covers: the rule between places to look in.
     """
     kept: list[Decision] = []
     for decision in decisions:
         for low, high in _uncovered(decision.bucket, kept):
             kept.append(replace(decision, bucket=replace(decision.bucket, low=low, high=high)))
     return tuple(sorted(kept, key=lambda d: d.bucket.low))
+
+
+def nearest_cover(decisions: Iterable[Decision]) -> tuple[Decision, ...]:
+    """Decisions whose buckets do not overlap, sorted, from one place's decisions, newest first.
+
+    A token count belongs to the decision that covers it and was measured nearest to it, as in
+    :func:`buckets`; the newest of those measured at one count. So sweeps of different token counts
+    add up, and a later, interrupted or narrower one replaces exactly what it measured.
+    """
+    of_count: dict[int, list[Decision]] = {}
+    found: list[Decision] = []  # newest first
+    for decision in decisions:
+        newer = of_count.setdefault(decision.bucket.measured, [])
+        if not any(_within(decision.bucket, other.bucket) for other in newer):
+            newer.append(decision)
+            found.append(decision)
+    ordered = tuple(sorted(found, key=lambda d: d.bucket.low))
+    if all(
+        a.bucket.high is not None and a.bucket.high < b.bucket.low
+        for a, b in itertools.pairwise(ordered)
+    ):
+        return ordered  # one whole sweep: of 60 layers in under a millisecond, else in 20
+    starts = {d.bucket.low for d in found}
+    starts |= {d.bucket.high + 1 for d in found if d.bucket.high is not None}
+    starts |= {math.isqrt(a * b) + 1 for a, b in itertools.combinations(of_count, 2)}
+    kept: list[Decision] = []
+    chosen: Decision | None = None
+    for low, after in itertools.pairwise([*sorted(starts), None]):
+        assert low is not None
+        before, chosen = chosen, _nearest(found, low)
+        if chosen is None:
+            continue
+        piece = replace(chosen.bucket, low=low, high=None if after is None else after - 1)
+        if chosen is before:
+            piece = replace(piece, low=kept.pop().bucket.low)
+        kept.append(replace(chosen, bucket=piece))
+    return tuple(kept)
+
+
+def _within(bucket: TokenBucket, other: TokenBucket) -> bool:
+    high = math.inf if bucket.high is None else bucket.high
+    return other.low <= bucket.low and (other.high is None or high <= other.high)
+
+
+def _nearest(decisions: Iterable[Decision], num_tokens: int) -> Decision | None:
+    """Measured nearest to ``num_tokens`` of those that cover it; of equally near ones the first."""
+    best: Decision | None = None
+    for one in decisions:
+        if num_tokens not in one.bucket:
+            continue
+        if best is None:
+            best = one
+            continue
+        here, there = one.bucket.measured, best.bucket.measured
+        smaller_is_nearer = num_tokens * num_tokens <= here * there  # that of the smaller count
+        if here != there and smaller_is_nearer == (here < there):
+            best = one
+    return best
 
 
 def _uncovered(bucket: TokenBucket, taken: Iterable[Decision]) -> list[tuple[int, int | None]]:

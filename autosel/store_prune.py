@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from autosel import identity, records, sqlite_file
-from autosel.buckets import newest_cover
+from autosel.buckets import nearest_cover
 from autosel.core import Device
 from autosel.errors import StoreError, field_error
 from autosel.store import Store, StoredDecision
@@ -136,7 +136,7 @@ def live_decisions(decisions: Iterable[StoredDecision]) -> set[int]:
         exact = [s for s in group if s.decision.accuracy == "exact"]
         for some in (group, exact):
             marked = [replace(s.decision, why=str(s.id)) for s in reversed(some)]
-            live |= {int(decision.why) for decision in newest_cover(marked)}
+            live |= {int(decision.why) for decision in nearest_cover(marked)}
     return live
 
 

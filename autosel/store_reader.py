@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TypedDict, Unpack
 
 from autosel import certificate_rows, identity, incidents, plan_rows, records, rows
-from autosel.buckets import newest_cover
+from autosel.buckets import nearest_cover
 from autosel.core import Candidate, Certificate, Decision, Device, Measurement, Problem
 from autosel.incidents import Incident
 from autosel.plan_rows import StoredPlan
@@ -92,7 +92,8 @@ class StoreReader:
     ) -> list[Decision]:
         """Decisions for each layer, device, routing and timing mode, sorted by their buckets.
 
-        Where buckets overlap the newer decision counts. One whose winner has since failed inside
+        Where buckets overlap, a token count belongs to the decision measured nearest to it, then
+        to the newest. One whose winner has since failed inside
         its bucket is withdrawn: storing that failure is how a winner is given up. ``history`` gives
         all as stored. Without ``allow_a8`` it is as if no 8-bit-activation winner were stored.
         Decisions for several devices look alike, so name the device to act on one.
@@ -278,5 +279,5 @@ class StoreReader:
         return [
             replace(group[-1], decision=decision)
             for group in groups.values()
-            for decision in newest_cover(s.decision for s in reversed(group))
+            for decision in nearest_cover(s.decision for s in reversed(group))
         ]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import subprocess
 import sys
 from dataclasses import replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 
 from autosel import decide as module
 from autosel import samples
-from autosel.buckets import bucket_for, buckets, newest_cover
+from autosel.buckets import bucket_for, buckets, nearest_cover, newest_cover
 from autosel.core import (
     Candidate,
     Decision,
@@ -118,6 +120,62 @@ def test_the_newest_decision_wins_for_every_single_token_count(spans):
         expected = next((d.winner for d in history if tokens in d.bucket), None)
         found = [d.winner for d in cover if tokens in d.bucket]
         assert found == ([] if expected is None else [expected])
+
+
+def at(low, high, count, name):
+    made = decision(low, high, name)
+    return replace(made, bucket=TokenBucket(low, high, count))
+
+
+SWEEP = st.lists(st.integers(1, 40), min_size=1, max_size=4, unique=True)
+
+
+@settings(max_examples=200)
+@given(st.lists(SWEEP, min_size=1, max_size=4))
+def test_sweeps_of_different_token_counts_add_up(sweeps):
+    """As if all had been measured in one sweep, each count by its newest; newest sweep first."""
+    history = [
+        at(b.low, b.high, b.measured, f"s{number}-{b.measured}")
+        for number, counts in enumerate(sweeps)
+        for b in buckets(counts)
+    ]
+    newest = {}
+    for d in history:
+        newest.setdefault(d.bucket.measured, d)
+    cover = nearest_cover(history)
+    for tokens in range(1, 60):
+        (found,) = (d.winner for d in cover if tokens in d.bucket)
+        # By hand: least |log(tokens / count)|, the smaller count of two that are equally near.
+        ratios = {
+            d.bucket.measured: Fraction(max(tokens, c := d.bucket.measured), min(tokens, c))
+            for d in history
+            if tokens in d.bucket
+        }
+        count = min(ratios, key=lambda c: (ratios[c], c))
+        expected = next(
+            d.winner for d in history if d.bucket.measured == count and tokens in d.bucket
+        )
+        assert found == expected
+    for d in newest.values():  # where it was measured, the newest answers
+        (found,) = (one.winner for one in cover if d.bucket.measured in one.bucket)
+        assert found == d.winner
+    assert all(a.bucket.high + 1 == b.bucket.low for a, b in itertools.pairwise(cover))
+
+
+def test_a_count_that_only_a_narrower_sweep_left_out_keeps_its_decision():
+    first = [at(1, 4, 1, "one"), at(5, None, 16, "sixteen")]
+    later = at(1, None, 2, "two")
+    assert [(d.bucket.label, d.winner.backend) for d in nearest_cover([later, *first])] == [
+        ("1", "one"),
+        ("2-5", "two"),
+        ("6+", "sixteen"),
+    ]
+
+
+def test_a_part_of_a_sweep_leaves_the_rest_to_the_one_before():
+    first, later = [at(1, None, 16, "old")], [at(5, 32, 16, "new")]
+    found = nearest_cover([*later, *first])
+    assert [d.winner.backend for d in found] == ["old", "new", "old"]
 
 
 # the winner --------------------------------------------------------------------------------
