@@ -1,7 +1,6 @@
 """What a call of the layer costs in Python, beside the kernel that it calls.
 
-    python -m bench.dispatch                  # microseconds
-    python -m bench.dispatch --instructions   # instructions, counted by valgrind's callgrind
+    python -m bench.dispatch
 
 The kernel is replaced by one that returns at once, so what is left is the layer: looking up what
 serves the token count, checking what was passed, bringing it into the form that kernels read, and
@@ -12,14 +11,8 @@ adds. On a GPU the same Python runs, and each conversion is a launch beside it.
 from __future__ import annotations
 
 import argparse
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,51 +61,15 @@ def microseconds(call: Callable[[], torch.Tensor], repeats: int) -> float:
     return best / LOOPS / 1000
 
 
-def loop(name: str, calls: int) -> None:
-    """What is counted: that many calls in one form."""
-    call = forms()[name]
-    with torch.inference_mode():
-        for _ in range(calls):
-            call()
-
-
-def instructions(name: str) -> float:
-    """Instructions of one call: the difference of two runs under callgrind."""
-    few, many = 500, 3500
-    return (_counted(name, many) - _counted(name, few)) / (many - few)
-
-
-def _counted(name: str, calls: int) -> int:
-    code = f"from bench.dispatch import loop; loop({name!r}, {calls})"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [
-            "valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out",
-            sys.executable, "-c", code,
-        ]  # fmt: skip
-        ran = subprocess.run(
-            command, capture_output=True, text=True, check=True,
-            cwd=Path(__file__).parent.parent,
-            env={"PYTHONHASHSEED": "0", "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
-    found = re.search(r"Collected : (\d+)", ran.stderr)
-    if found is None:
-        raise RuntimeError(f"callgrind printed no count: {ran.stderr[-500:]}")
-    return int(found[1])
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--instructions", action="store_true", help="count instead of timing")
     parser.add_argument("--repeats", type=int, default=500, help=f"runs of {LOOPS} calls each")
     chosen = parser.parse_args()
-    if chosen.instructions and shutil.which("valgrind") is None:
-        raise SystemExit("valgrind: found nothing, expected the program on the path")
-    print(f"{'instructions' if chosen.instructions else 'microseconds'} a call")
+    print("microseconds a call")
     for name, call in forms().items():
-        cost = instructions(name) if chosen.instructions else microseconds(call, chosen.repeats)
-        print(f"{cost:9.1f}  {name}")
+        print(f"{microseconds(call, chosen.repeats):6.1f}  {name}")
 
 
 if __name__ == "__main__":

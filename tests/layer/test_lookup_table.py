@@ -94,3 +94,13 @@ def test_the_benchmark_looks_up_what_it_says() -> None:
         places = {lookup.at(count) for count in tokens(size)}
         assert len(places) > size // 8
     assert nanoseconds(4, 2) < float("inf")
+
+
+def test_the_benchmark_of_calls_measures_calls_without_a_kernel() -> None:
+    from bench.dispatch import forms, microseconds
+
+    calls = forms()
+    assert {"int32 ids", "int64 ids", "expert map, int32 ids"} <= calls.keys()
+    for call in calls.values():
+        assert call().shape == (8, 64)
+        assert 0 < microseconds(call, 1) < float("inf")
