@@ -74,7 +74,9 @@ def command(
         from autosel.evidence_files import read
 
         if targets or stored_device:
-            raise click.UsageError("--from: a file is reported on whole; leave out names and --stored-device")
+            raise click.UsageError(
+                "--from: a file is reported on whole; leave out names and --stored-device"
+            )
         found, place = read(source, timing=timing), source
     else:
         found, place = gather_named(
