@@ -9,6 +9,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+
+# A shell starts background jobs with interrupts ignored, and children inherit that: tests that
+# interrupt their children would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # One thread a process, here and in the processes that tests start: the tensors are tiny, and tests
 # run side by side. With two threads a test on a busy two-core machine took up to 25 times longer,
