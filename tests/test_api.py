@@ -76,11 +76,12 @@ def test_every_checkpoint_and_split_is_found_under_the_key_it_was_stored_with(
 ) -> None:
     """Every format, both widths, a split of two: what a sweep stores, a look-up hits."""
     layer = checkpoint.moe_layers[0]
+    once = replace(HERE, trials=1)
     with Store.open(tmp_path / "a.db") as db:
         for split in ({}, {"tp_size": 2, "tp_rank": 1}):
             options = {"layer": layer, "db": db, **split}
             result = autosel.sweep(
-                str(checkpoint.path), tokens=[2], backends=["emulation"], settings=HERE, **options
+                str(checkpoint.path), tokens=[2], backends=["emulation"], settings=once, **options
             )
             emulation = [m for m in result.measurements if m.candidate.backend == "emulation"]
             assert emulation
