@@ -6,6 +6,8 @@ data sheet's: a kernel of ours may exceed the product's rate, hardly the read's.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from autosel.core import Device
@@ -38,6 +40,12 @@ def measure_ceilings(device: Device, dtype: str = "bfloat16", *, repeats: int = 
         for name in dict.fromkeys((dtype, "float32"))
     ]
     return Ceilings(read_gbps=buffer.numel() * 4 / read_us / 1e3, matmul_tflops=max(rates))
+
+
+@functools.cache
+def ceilings(device: Device, dtype: str) -> Ceilings:
+    """:func:`measure_ceilings`, once a process: a model's layers are swept one after the other."""
+    return measure_ceilings(device, dtype)
 
 
 def _matmul_tflops(

@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 
 from autosel import registry
 from autosel.buckets import buckets
-from autosel.ceilings import measure_ceilings
+from autosel.ceilings import ceilings
 from autosel.core import Candidate, Decision, Device, Measurement, TokenBucket
 from autosel.deadline import Deadline
 from autosel.decide import NothingUsable, decide
@@ -69,7 +69,7 @@ class _Sweep:
         make_routing(settings.routing, 0, self.problem)  # refuses an unknown kind before any work
         backends = _chosen(settings.backends)
         # A clock of the caller's own says nothing about this machine's rates.
-        self.rates = measure_ceilings if timer is None else None
+        self.rates = ceilings if timer is None else None
         # Only an isolated sweep's worker samples; here the timer just says how it will.
         isolate = settings.isolate and timer is None
         own = replace(settings.timing, flush_bytes=0) if isolate else settings.timing
@@ -90,13 +90,13 @@ class _Sweep:
     def run(self) -> SweepResult:
         """Everything, token count by token count."""
         self.observer.started(self.problem, self.device, self.tokens, len(self.trials.backends))
-        ceilings = self.rates(self.device, self.problem.act_dtype) if self.rates else None
+        rates = self.rates(self.device, self.problem.act_dtype) if self.rates else None
         if self.store:
             self.sweep_id = self.store.begin_sweep(
                 self.device,
                 asdict(self.settings),
                 label=self.source.label,
-                ceilings=asdict(ceilings) if ceilings else None,
+                ceilings=asdict(rates) if rates else None,
             )
         measurements: list[Measurement] = []
         outcomes: list[Decision | NothingUsable] = []
@@ -117,7 +117,7 @@ class _Sweep:
             routing=self.settings.routing,
             measurements=tuple(measurements),
             outcomes=tuple(outcomes),
-            ceilings=ceilings,
+            ceilings=rates,
             cuts=tuple(self.cuts),
         )
 
