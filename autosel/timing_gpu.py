@@ -130,17 +130,7 @@ class GpuTimer:
 
     def _overhead_us(self) -> float:
         """The least that a sample of nothing measured; CUDA's events resolve about 0.5 us."""
-        nothing = [self._empty_sample() for _ in range(5)]
-        return round(min(nothing), 3)
-
-    def _empty_sample(self) -> float:
-        start = self._api.Event(enable_timing=True)
-        end = self._api.Event(enable_timing=True)
-        self._flush()
-        start.record()
-        end.record()
-        self._api.synchronize()
-        return float(start.elapsed_time(end) * 1e3)
+        return round(min(self.sample(lambda: None, 1).us for _ in range(5)), 3)
 
     def _uuid(self) -> str | None:
         try:
@@ -159,7 +149,7 @@ class GpuTimer:
                 call()
         self._api.current_stream().wait_stream(stream)
         self._api.synchronize()
-        events = self._event_nodes() if marked else None
+        events = self._event_pair() if marked and self._has_event_nodes else None
         graph = self._api.CUDAGraph()
         # Other threads (a watchdog, a progress bar) may use the device meanwhile.
         with self._api.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -173,10 +163,16 @@ class GpuTimer:
         self._api.synchronize()
         return _Marked(graph, *events) if events else graph.replay
 
-    def _event_nodes(self) -> tuple[Any, Any] | None:
-        """Two events that a graph records at every run; None where torch or the device cannot."""
+    def _event_pair(self) -> tuple[Any, Any]:
+        """Two events that a graph records at every run."""
+        start, end = (self._api.Event(enable_timing=True, external=True) for _ in range(2))
+        return start, end
+
+    @functools.cached_property
+    def _has_event_nodes(self) -> bool:
+        """Whether torch and the device can time between events inside a graph; tried once."""
         try:
-            start, end = (self._api.Event(enable_timing=True, external=True) for _ in range(2))
+            start, end = self._event_pair()
             graph = self._api.CUDAGraph()
             stream = _capture_stream(self._api, self._index)
             with self._api.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -187,8 +183,8 @@ class GpuTimer:
             self._api.synchronize()
             start.elapsed_time(end)
         except (TypeError, RuntimeError, ValueError):
-            return None
-        return start, end
+            return False
+        return True
 
 
 class _Marked:
