@@ -10,11 +10,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autosel import presets
 from autosel.checkpoint import Checkpoint
@@ -26,13 +25,15 @@ from autosel.explanation import explain as _explain
 from autosel.ranks import Ranks
 from autosel.ranks_sweep import sweep_together
 from autosel.sources import CheckpointSource, RandomSource, WeightSource
-from autosel.store import Store
+from autosel.store import Database, opened_database
 from autosel.tiers import open_tiers
 from autosel.tune import sweep as _sweep
 from autosel.tune_types import Observer, SweepResult, SweepSettings
 
+if TYPE_CHECKING:  # it brings pandas
+    from autosel.evidence import Evidence
+
 Target = str | Path | WeightSource
-Database = str | Path | Store | None
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:
@@ -112,11 +113,11 @@ def sweep(
     weights = source(target, layer=layer, **options)
     if ranks is not None:
         # Only the leader's database counts; another rank's may be anything.
-        with _store(db if ranks.is_leader else ":memory:") as store:
+        with opened_database(db if ranks.is_leader else ":memory:") as store:
             return sweep_together(
                 weights, chosen, ranks=ranks, device=device, store=store, observer=observer
             )
-    with _store(db) as store:
+    with opened_database(db) as store:
         return _sweep(weights, chosen, device=device, store=store, observer=observer)
 
 
@@ -185,7 +186,7 @@ def plan(
         require=tuple(require),
     )
     weights = source(target, layer=layer, **options)
-    with _store(db) as store:
+    with opened_database(db) as store:
         made = planning.plan_layer(
             store,
             weights.problem,
@@ -227,7 +228,7 @@ def pack(
         about = models.of_checkpoint(target, **options)
     else:
         about = models.of_preset(str(target), presets.get(str(target), **options))
-    with _store(db) as store:
+    with opened_database(db) as store:
         made = build(
             store,
             about,
@@ -262,16 +263,10 @@ def plot(
     From the database alone; needs no display. Returns the file. Raises AutoselError when nothing
     is stored.
     """
-    from autosel import evidence, figures, plot_style, plots  # matplotlib and pandas when asked for
+    from autosel import figures, plot_style, plots  # matplotlib and pandas when asked for
 
     target_path = plot_style.check_path(path)
-    weights = source(target, layer=layer, **options)
-    with _store(db) as store:
-        one = evidence.gather(
-            store, weights.problem, device or detect(), routing=routing, label=weights.label
-        )
-        if not one.correct:
-            raise figures.nothing_here(store, one)
+    one = _measured(source(target, layer=layer, **options), device, routing, db)
     chosen = plots.Options(baseline=baseline, num_tokens=tokens)
     return figures.write(kind, [one], target_path, chosen)
 
@@ -291,27 +286,24 @@ def report(
 
     From the database alone. Returns the file. Raises AutoselError when nothing is stored.
     """
-    from autosel import evidence, figures, report_page
+    from autosel import report_page
 
-    weights = source(target, layer=layer, **options)
-    with _store(db) as store:
+    one = _measured(source(target, layer=layer, **options), device, routing, db)
+    place = str(db) if isinstance(db, str | Path) else ""
+    return report_page.write_report([one], path, batch=tokens, place=place)
+
+
+def _measured(weights: WeightSource, device: Device | None, routing: str, db: Database) -> Evidence:
+    """What is stored about one layer; AutoselError where nothing of it was right."""
+    from autosel import evidence, figures
+
+    with opened_database(db) as store:
         one = evidence.gather(
             store, weights.problem, device or detect(), routing=routing, label=weights.label
         )
         if not one.correct:
             raise figures.nothing_here(store, one)
-    place = str(db) if isinstance(db, str | Path) else ""
-    return report_page.write_report([one], path, batch=tokens, place=place)
-
-
-@contextmanager
-def _store(db: Database) -> Iterator[Store]:
-    """The caller's own store left open, or one opened here and closed again."""
-    if isinstance(db, Store):
-        yield db
-        return
-    with Store.open(db) as store:
-        yield store
+    return one
 
 
 def _alike(target: Target, problem: Problem) -> int:

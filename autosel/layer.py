@@ -15,7 +15,7 @@ from autosel.canonical import check_experts
 from autosel.core import CanonicalExperts, Plan, Problem
 from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RoutingError, field_error
-from autosel.layer_choice import Choice, Chooser, Database, Layouts
+from autosel.layer_choice import Choice, Chooser, Layouts
 from autosel.layer_place import expert_map_of, place, weights_id
 from autosel.layer_prove import prover
 from autosel.layer_refusals import refuse
@@ -26,6 +26,7 @@ from autosel.ranks_choice import SharedChooser, exchange
 from autosel.routing import route
 from autosel.routing_spec import RouterSpec
 from autosel.sources import CheckpointSource, WeightSource
+from autosel.store import Database
 
 __all__ = ["FusedMoE"]
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -38,13 +37,12 @@ from autosel.layer_layouts import by_plan, one_copy
 from autosel.next_best import again, instead
 from autosel.planning import held
 from autosel.requirements import Required
-from autosel.store import Store
+from autosel.store import Database, Store, opened_database
 from autosel.tiers import Answer, Answers, Tiers, open_tiers
 from autosel.tune_types import SweepSettings
 
 #: ``one``  the copies of the plan, one where there is none; ``all``  that of every bucket's winner
 Layouts = Literal["one", "all"]
-Database = str | Path | Store | None
 #: Checks a compatible answer on this machine and keeps what it finds.
 Prove = Callable[[Tiers, Answer], None]
 
@@ -367,13 +365,3 @@ def _joined(choices: list[Choice]) -> tuple[Choice, ...]:
         else:
             out.append(choice)
     return tuple(out)
-
-
-@contextmanager
-def opened_database(db: Database) -> Iterator[Store]:
-    """The caller's own store left open, or one opened here and closed again."""
-    if isinstance(db, Store):
-        yield db
-        return
-    with Store.open(db) as store:
-        yield store

@@ -11,8 +11,7 @@ import torch
 from autosel.checkpoint import Checkpoint
 from autosel.errors import CheckpointError, field_error
 from autosel.layer import FusedMoE
-from autosel.layer_choice import Database, opened_database
-from autosel.store import Store
+from autosel.store import Database, Store, opened_database
 
 #: Told how many layers are done, of how many.
 Progress = Callable[[int, int], None]

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import uuid
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -225,3 +226,17 @@ class Store(StoreReader):
 
     def _candidate(self, candidate: Candidate) -> int:
         return self._tables.id_of("candidates", rows.candidate_columns(candidate), {})
+
+
+#: A store, the path of one, or None for the user's.
+Database = str | Path | Store | None
+
+
+@contextmanager
+def opened_database(db: Database) -> Iterator[Store]:
+    """The caller's own store left open, or one opened here and closed again."""
+    if isinstance(db, Store):
+        yield db
+        return
+    with Store.open(db) as store:
+        yield store

@@ -36,7 +36,7 @@ from autosel.packs.grade import grade as grade_of
 from autosel.packs.model import Entry, Pack
 from autosel.records import Timing
 from autosel.rows import StoreWarning, same_mode
-from autosel.store import Store
+from autosel.store import Database, Store, opened_database
 from autosel.storefile import Opened
 from autosel.tables import Tables
 
@@ -349,15 +349,13 @@ def _described(entry: Entry) -> identity.Entry:
 
 
 @contextmanager
-def open_tiers(
-    db: str | Path | Store | None = None, model: str | Path | None = None
-) -> Iterator[Tiers]:
+def open_tiers(db: Database = None, model: str | Path | None = None) -> Iterator[Tiers]:
     """The tiers with ``db`` (the user's database when left out) as the first.
 
     ``model`` is a model's folder, where a pack may lie.
     """
     with ExitStack() as stack:
-        store = db if isinstance(db, Store) else stack.enter_context(Store.open(db))
+        store = stack.enter_context(opened_database(db))
         site = _open_site(store)
         if site is not None:
             stack.enter_context(site)

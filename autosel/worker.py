@@ -122,10 +122,6 @@ class Worker:
         worker_tree.send(signal.SIGCONT, worker_tree.members(self.pid))
 
     @property
-    def is_ended(self) -> bool:
-        return self._ended
-
-    @property
     def pid(self) -> int:
         return self._process.pid
 

@@ -8,7 +8,6 @@ pages that are written from them show none.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -176,8 +175,3 @@ def rows(path: Path) -> list[dict[str, str]]:
     """The rows of a CSV file as they are."""
     with path.open(encoding="utf-8", newline="") as file:
         return list(csv.DictReader(file))
-
-
-def tuned_params(path: Path) -> dict[tuple[str, int], dict[str, object]]:
-    """``kernel_params.csv``: the parameters of each model and token count."""
-    return {(r["model"], int(r["tokens"])): json.loads(r["params"]) for r in rows(path)}

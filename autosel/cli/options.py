@@ -196,6 +196,11 @@ device_option = click.option(
     help="Kind of device (default: the best one here).",
 )  # fmt: skip
 
+stored_device_option = click.option(
+    "--stored-device", metavar="NAME",
+    help="A device of the database by part of its name, instead of the one here.",
+)  # fmt: skip
+
 target_argument = click.argument("target", metavar="CHECKPOINT|PRESET")
 
 

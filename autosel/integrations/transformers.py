@@ -19,8 +19,8 @@ from torch import nn
 from autosel.checkpoint import Checkpoint
 from autosel.errors import AutoselError, CheckpointError, UnsupportedError, field_error
 from autosel.layer import FusedMoE
-from autosel.layer_choice import Database
 from autosel.layer_loading import load_moe_layers
+from autosel.store import Database
 
 __all__ = ["replace_experts"]
 

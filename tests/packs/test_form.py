@@ -188,7 +188,7 @@ def test_row_helper_is_stored_as_measured():
     ("text", "expected"),
     [
         ("cannot open /home/anna/models/x.so: no", "cannot open .../x.so: no"),
-        ("File '/work/a b/c.py', line 3", "File '.../a b/c.py', line 3"),
+        ("File '/srv/a b/c.py', line 3", "File '.../a b/c.py', line 3"),
         ('"/opt/x/y.so"', '".../y.so"'),
         ("C:\\Users\\anna\\x.dll is missing", ".../x.dll is missing"),
         ("found 1/2, and/or a/b/c at 3.5 us/call", "found 1/2, and/or a/b/c at 3.5 us/call"),

@@ -11,6 +11,7 @@ from autosel.cli.options import (
     device_option,
     layer_options,
     routing_option,
+    stored_device_option,
     target_argument,
 )
 from autosel.cli.report import Report, Table
@@ -18,10 +19,7 @@ from autosel.cli.report import Report, Table
 
 @click.command(cls=Command)
 @target_argument
-@click.option(
-    "--stored-device", metavar="NAME",
-    help="A device of the database by part of its name, instead of the one here.",
-)  # fmt: skip
+@stored_device_option
 @click.option("--allow-a8", is_flag=True, help="Count winners that quantise activations to 8 bits.")
 @routing_option
 @layer_options

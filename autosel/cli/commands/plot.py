@@ -17,6 +17,7 @@ from autosel.cli.options import (
     device_option,
     layer_options,
     routing_option,
+    stored_device_option,
 )
 from autosel.cli.report import Report, note
 
@@ -56,10 +57,7 @@ def _kinds() -> list[str]:
     "--size", type=(Number(3, 40), Number(2.5, 40)), default=(9.0, 5.6),
     metavar="W H", show_default=True, help="Width and height in inches.",
 )  # fmt: skip
-@click.option(
-    "--stored-device", metavar="NAME",
-    help="A device of the database by part of its name, instead of the one here.",
-)  # fmt: skip
+@stored_device_option
 @layer_options
 @routing_option
 @device_option

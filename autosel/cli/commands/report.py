@@ -13,6 +13,7 @@ from autosel.cli.options import (
     device_option,
     layer_options,
     routing_option,
+    stored_device_option,
 )
 from autosel.cli.report import Report
 
@@ -36,10 +37,7 @@ from autosel.cli.report import Report
     help="A pack, a database or an export to report on, instead of the user's database.",
 )  # fmt: skip
 @click.option("--no-figures", is_flag=True, help="Tables and words alone: smaller and faster.")
-@click.option(
-    "--stored-device", metavar="NAME",
-    help="A device of the database by part of its name, instead of the one here.",
-)  # fmt: skip
+@stored_device_option
 @layer_options
 @routing_option
 @device_option
