@@ -162,6 +162,7 @@ def _measurement(item: Mapping[str, Any]) -> Measurement:
         errors=None if errors is None else ErrorFigures(**errors),
         pack_ms=item["pack_ms"],
         first_call_ms=item["first_call_ms"],
+        verify_ms=item.get("verify_ms"),  # older files lack it
         weight_bytes=item["weight_bytes"],
         timing=tuple(sorted(item["timing"].items())),
     )

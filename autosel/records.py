@@ -121,7 +121,7 @@ def _fault(m: Measurement) -> tuple[str, object, object] | None:
     for time_us in m.times_us:
         if not 0 < time_us < math.inf:
             return "times_us", time_us, "finite and above 0"
-    numbers = {"pack_ms": m.pack_ms, "first_call_ms": m.first_call_ms}
+    numbers = {name: getattr(m, name) for name in ("pack_ms", "first_call_ms", "verify_ms")}
     if m.errors is not None:
         numbers |= {name: getattr(m.errors, name) for name in _FIGURES}
     for name, value in numbers.items():
@@ -168,6 +168,7 @@ def measurement_dict(m: Measurement) -> dict[str, Any]:
         "errors": asdict(m.errors) if m.errors else None,
         "pack_ms": m.pack_ms,
         "first_call_ms": m.first_call_ms,
+        "verify_ms": m.verify_ms,
         "weight_bytes": m.weight_bytes,
     }
 
@@ -209,6 +210,7 @@ def measurement_from_dict(data: Mapping[str, Any]) -> Measurement:
         errors=ErrorFigures(**data["errors"]) if data["errors"] else None,
         pack_ms=data["pack_ms"],
         first_call_ms=data["first_call_ms"],
+        verify_ms=data.get("verify_ms"),  # older files lack it
         weight_bytes=data["weight_bytes"],
         timing=tuple(sorted(data["timing"].items())),
     )

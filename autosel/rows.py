@@ -121,6 +121,7 @@ def measurement_columns(m: Measurement) -> Row:
         "errors": records.to_json(asdict(m.errors)) if m.errors else None,
         "pack_ms": m.pack_ms,
         "first_call_ms": m.first_call_ms,
+        "verify_ms": m.verify_ms,
         "weight_bytes": m.weight_bytes,
         "created": now(),
     }
@@ -140,6 +141,7 @@ def measurement(row: Row) -> Measurement:
         errors=records.errors_from_text(row["errors"]),
         pack_ms=row["pack_ms"],
         first_call_ms=row["first_call_ms"],
+        verify_ms=row["verify_ms"],
         weight_bytes=row["weight_bytes"],
         timing=tuple(sorted(json.loads(row["timing"]).items())),
     )

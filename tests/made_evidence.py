@@ -18,14 +18,14 @@ def samples(us, count=20, spread=0.01):
 
 def row(backend, tokens, us, *, status="ok", reason="", accuracy="exact", device=GPU,
         problem=PROBLEM, routing="uniform", layout="", weight_bytes=None, spread=0.01, timing=(),
-        pack_ms=None, first_call_ms=None, **params):  # fmt: skip
+        pack_ms=None, first_call_ms=None, verify_ms=None, **params):  # fmt: skip
     """One measurement; ``us`` is the median of its samples."""
     return Measurement(
         problem, tokens, routing, Candidate.of(backend, params, layout), device, status, accuracy,
         reason or ("" if status == "ok" else "why not"),
         samples(us, spread=spread) if status == "ok" else (),
         weight_bytes=weight_bytes, timing=tuple(sorted((*COLD, *timing))),
-        pack_ms=pack_ms, first_call_ms=first_call_ms,
+        pack_ms=pack_ms, first_call_ms=first_call_ms, verify_ms=verify_ms,
     )  # fmt: skip
 
 

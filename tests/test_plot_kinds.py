@@ -190,11 +190,12 @@ def test_a_second_copy_is_a_step_with_its_price():
 
 
 def test_cost_counts_a_packed_copy_once_and_names_the_rest():
-    facts = (("wall_s", 2.0), ("verify_ms", 500.0))
+    facts = (("wall_s", 2.0),)
     rows = [
-        row("a", n, 5, layout="l", pack_ms=1000.0, first_call_ms=250.0, timing=facts)
-        for n in (1, 16)
-    ]
+        row("a", n, 5, layout="l", pack_ms=1000.0, first_call_ms=250.0, verify_ms=judged,
+            timing=facts)
+        for n, judged in ((1, 1000.0), (16, None))
+    ]  # fmt: skip
     rows.append(row("b", 1, 5, layout="l", pack_ms=1000.0))
     sweep = Sweep(1, GPU, "x", {}, None, "2026-11-29T10:00:00Z", "2026-11-29T10:00:20Z")
     table = cost_data([evidence(rows, sweeps=(sweep,)), evidence([], sweeps=(sweep,))])

@@ -62,6 +62,7 @@ def measured(**changes) -> Measurement:
         "errors": ErrorFigures(1e-3, 2e-3, 1e-2, -1e-5),
         "pack_ms": 3.25,
         "first_call_ms": 812.0,
+        "verify_ms": 45.5,
         "weight_bytes": 123,
         "timing": COLD,
     }
@@ -453,6 +454,7 @@ def test_stored_rows_cannot_be_changed(store):
         measured(status="splendid"),
         failed(reason=""),
         measured(pack_ms=math.nan),
+        measured(verify_ms=math.inf),
         measured(errors=ErrorFigures(math.nan, 0.0, 0.0, 0.0)),
         measured(candidate=Candidate.of("a", {"x": math.inf})),
         measured(candidate=Candidate.of("a", {"x": object()})),

@@ -72,6 +72,8 @@ class ErrorFigures:
 class Measurement:
     """What happened to one candidate at one token count. Times are microseconds a call.
 
+    ``verify_ms`` is what judging its results took, in milliseconds of wall time; None where it was
+    judged before, or never.
     ``certificate`` is what was proven while this was measured; it is kept apart, since it speaks of
     the candidate at every token count.
     """
@@ -88,6 +90,7 @@ class Measurement:
     errors: ErrorFigures | None = None
     pack_ms: float | None = None
     first_call_ms: float | None = None
+    verify_ms: float | None = None
     weight_bytes: int | None = None
     timing: tuple[tuple[str, Scalar], ...] = ()
     certificate: Certificate | None = field(default=None, compare=False, repr=False)

@@ -205,7 +205,7 @@ class _Tables:
         device: Device,
         mode: dict[str, Any],
     ) -> Measured:
-        f.object_of(value, where, _MEASURED, ("times_us", "timing"))
+        f.object_of(value, where, _MEASURED, ("times_us", "timing", "verify_ms"))
         milliseconds = partial(f.number, low=0, high=1e9)
         times = f.times_us(value.get("times_us", []), f"{where}.times_us")
         status = f.choice(value["status"], f"{where}.status", _STATUSES)
@@ -229,6 +229,7 @@ class _Tables:
             first_call_ms=f.optional(
                 value["first_call_ms"], f"{where}.first_call_ms", milliseconds
             ),
+            verify_ms=f.optional(value.get("verify_ms"), f"{where}.verify_ms", milliseconds),
             weight_bytes=f.optional(value["weight_bytes"], f"{where}.weight_bytes", f.integer),
             timing=p.observations(value.get("timing", mode), f"{where}.timing"),
         )

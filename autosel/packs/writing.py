@@ -137,6 +137,8 @@ def _measured_data(m: Measured, candidates: _Table[Candidate]) -> dict[str, Any]
         "first_call_ms": row.first_call_ms,
         "weight_bytes": row.weight_bytes,
     }
+    if row.verify_ms is not None:
+        data["verify_ms"] = row.verify_ms
     if row.times_us:
         data |= {"times_us": list(row.times_us), "timing": dict(row.timing)}
     return data
