@@ -29,6 +29,7 @@ SOURCES = (
     "wna16_amx_emulated.h",
     "wna16_dot.h",
     "wna16_int8.h",
+    "wna16_interface.h",
     "wna16_vec.h",
 )
 _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fno-math-errno", "-Wno-psabi")

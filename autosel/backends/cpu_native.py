@@ -47,7 +47,7 @@ _ACTIVATIONS = {
 
 
 class _Gemm(ctypes.Structure):
-    """``Wna16Gemm`` of kernels/csrc/wna16_moe.cpp."""
+    """``Wna16Gemm`` of kernels/csrc/wna16_interface.h."""
 
     _fields_ = [
         *[(n, ctypes.c_void_p) for n in ("codes", "scales", "zeros", "bias", "gather")],

@@ -3,11 +3,10 @@
 
 #include <cmath>
 
+#include "wna16_interface.h"
 #include "wna16_vec.h"
 
 namespace wna16 {
-
-enum Act { kSilu, kGelu, kGeluTanh, kSwigluOai, kSwigluStep, kSitu, kSiluOne, kGeluOne, kGeluTanhOne, kRelu2One };
 
 inline f32x16 sigmoid(f32x16 v) { return 1.0f / (1.0f + exp16(-v)); }
 inline f32x16 tanh16(f32x16 v) { return 2.0f * sigmoid(2.0f * v) - 1.0f; }
@@ -27,11 +26,6 @@ inline f32x16 keep_nan(f32x16 source, f32x16 v) {
     i32x16 good = source == source;
     return (f32x16)(((i32x16)v & good) | ((i32x16)source & ~good));
 }
-
-struct Activation {
-    int32_t kind;
-    float limit, alpha, beta, linear_beta;
-};
 
 inline f32x16 activate(const Activation& act, f32x16 g, f32x16 u) {
     switch (act.kind) {

@@ -4,21 +4,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "wna16_interface.h"
 #include "wna16_vec.h"
-
-struct Wna16Gemm {
-    const uint32_t* codes;
-    const void* scales;
-    const uint8_t* zeros;   // null when symmetric
-    const float* bias;      // [E][N] or null
-    const int32_t* gather;  // [E][K]: input k of expert e is x[gather[e][k]]; null for k itself
-    int64_t outputs;        // N, a multiple of 16
-    int64_t inputs;         // K, a multiple of pf
-    int64_t groups;
-    int64_t group_inputs;   // inputs of one group, a multiple of pf
-    int32_t scale_dtype;
-    int32_t bits;
-};
 
 namespace wna16 {
 

@@ -11,29 +11,7 @@
 #include "wna16_amx.h"
 #include "wna16_dot.h"
 #include "wna16_int8.h"
-
-extern "C" {
-
-struct Wna16Layer {
-    Wna16Gemm w13, w2;
-    int64_t experts, hidden, inter;      // logical sizes; the GEMMs above are padded
-    int32_t gated, weight_on_input, act_dtype;
-    wna16::Activation activation;
-};
-
-enum Wna16Dot { kDotF32, kDotBF16, kDotAmx, kDotInt8, kDotAmxInt8 };
-
-struct Wna16Call {
-    const void* x;           // [M][hidden] in act_dtype
-    const int32_t* ids;      // [M][top_k], local expert; any other number is no expert
-    const float* weights;    // [M][top_k]
-    void* out;               // [M][hidden]
-    uint8_t* workspace;
-    int64_t tokens, top_k;
-    int32_t threads;
-    int32_t dot;             // a Wna16Dot that wna16_can() allows
-};
-}
+#include "wna16_interface.h"
 
 namespace wna16 {
 

@@ -10,6 +10,8 @@
 #include <immintrin.h>
 #endif
 
+#include "wna16_interface.h"
+
 namespace wna16 {
 
 typedef float f32x16 __attribute__((vector_size(64)));
@@ -64,8 +66,6 @@ inline uint16_t f32_to_f16(float f) {
     std::memcpy(&bits, &h, 2);
     return bits;
 }
-
-enum DType { kBF16 = 0, kF16 = 1, kF32 = 2 };
 
 inline f32x16 load_as_f32(const void* base, int64_t index, int dtype) {
     if (dtype == kF32) return load<f32x16>(static_cast<const float*>(base) + index);

@@ -244,6 +244,12 @@ def test_act_order_cut_by_a_rank_is_refused():
         CpuNativeBackend().layout(experts.problem, {}).pack(experts)
 
 
+def test_every_source_names_the_library():
+    """A source left out of the list could change and an old library be taken for the new one."""
+    folder = Path(native.__file__).parent / "kernels" / "csrc"
+    assert sorted(native.SOURCES) == sorted(path.name for path in folder.iterdir())
+
+
 def test_no_compiler_is_a_reason(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
