@@ -57,6 +57,9 @@ NEAR_STDERRS = 3.5
 #: ... and never what looks slower than this.
 TIE_LIMIT = 0.15
 
+#: Rivals that a reason names.
+NAMED = 2
+
 #: Says why a measured candidate may not be chosen, or None when it may.
 Requirement = Callable[[Measurement], Reason | None]
 
@@ -169,8 +172,8 @@ def decide(
     ranked = sorted(allowed, key=lambda e: (e.out is not None, e.us))
     tied, unsettled = _not_slower(ranked, epsilon, confidence)
     winner = min(tied, key=lambda e: canonical_order(e.measurement, defaults))
-    others = [e for e in (tied if len(tied) > 1 else ranked) if e is not winner]
-    runner_up = others[0] if others else None
+    # Not the first of `ranked`: a fast one that its race put out comes before a slow noisy one.
+    runner_up = min((e for e in allowed if e is not winner), key=_us, default=None)
     ratio = runner_up.over(winner) if runner_up else None
     words = {**dict.fromkeys(unsettled, UNSETTLED), **dict.fromkeys(tied, TIED)}
     slower = [
@@ -192,7 +195,7 @@ def decide(
         rejected=(*slower, *barred, *rejected),
         accuracy=winner.measurement.accuracy,
     )
-    why = _why(decision, len(tied), len(unsettled), confidence)
+    why = _why(decision, tied, unsettled, confidence)
     if winner.candidate in defaults:
         why += _default_kept(winner, ranked)
     if barred and a8[0].us < winner.us:
@@ -353,19 +356,35 @@ def _barred(entry: _Entry, winner: _Entry | None, confidence: float) -> Rejected
     return Rejected(m.candidate, m.status, reason, m.accuracy, entry.us)
 
 
-def _why(d: Decision, tied: int, unsettled: int, confidence: float) -> str:
+def _why(
+    d: Decision, tied: Sequence[_Entry], unsettled: Sequence[_Entry], confidence: float
+) -> str:
     at = f"{d.winner.key} takes {d.winner_us:.4g} us at {d.bucket.measured} tokens"
     if d.runner_up is None or d.margin is None:
         return f"{at} and is the only candidate that may be chosen"
     span = _span(d.margin_interval, confidence)
     versus = f"{d.runner_up.key} with {d.runner_up_us:.4g} us ({_percent(d.margin)}; {span})"
-    if tied > 1:
-        text = f"{at}; tie of {tied} within the noise, next {versus}; canonical order decided"
+    rivals = [e.candidate for e in tied if e.candidate != d.winner]
+    noisy = [e.candidate for e in unsettled]
+    if rivals:
+        named = "" if d.runner_up in rivals else f" with {_some(rivals)}"
+        text = f"{at}; tie of {len(tied)} within the noise{named}, next {versus}"
+        text += "; canonical order decided"
     else:
-        text = f"{at}, {'looks ' if unsettled else ''}faster than {versus}"
-    if unsettled:
-        text += f"; {unsettled} that look slower are not settled with the samples there are"
+        text = f"{at}, {'looks ' if d.runner_up in noisy else ''}faster than {versus}"
+    if noisy:
+        looks, which = ("looks", "is") if len(noisy) == 1 else ("look", "are")
+        named = "" if noisy == [d.runner_up] else f" ({_some(noisy)})"
+        text += f"; {len(noisy)} that {looks} slower {which} not settled with the samples there are"
+        text += named
     return text
+
+
+def _some(candidates: Sequence[Candidate]) -> str:
+    """The first ones by name: a sentence does not hold thirty settings."""
+    names = ", ".join(c.key for c in candidates[:NAMED])
+    more = len(candidates) - NAMED
+    return f"{names} and {more} more" if more > 0 else names
 
 
 def _default_kept(winner: _Entry, ranked: Sequence[_Entry]) -> str:

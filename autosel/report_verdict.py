@@ -15,7 +15,7 @@ from autosel.evidence import Evidence
 from autosel.evidence import ratio as compared
 from autosel.plots.speedup import fastest, speedup_data
 from autosel.safe_text import printable
-from autosel.words import device_text, settled_text
+from autosel.words import device_text, open_rivals, settled_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +73,16 @@ def _margin(one: Evidence, d: Decision) -> list[str]:
         low, high = (percent_text(part) for part in d.margin_interval)
         span = f" (95 % interval {low.removesuffix(' %')} to {high})"
     other = _next_backend(one, d) if d.runner_up.backend == d.winner.backend else []
+    following = f"The next best, {printable(rival)}, takes {_longer(d.margin)}{span}."
     if not d.tie:
-        return [f"The next best, {printable(rival)}, takes {_longer(d.margin)}{span}.", *other]
+        return [following, *other]
     settled = settled_text(d).removeprefix("no: ")
+    rivals = open_rivals(d)
+    if rivals and d.runner_up not in rivals:  # somebody who looks slower than the next best
+        names = ", ".join(rival.key for rival in rivals[:2])
+        names += " and others" if len(rivals) > 2 else ""
+        open_text = f"Not settled ({settled}): {printable(names)}; more samples may tell."
+        return [f"{following} {open_text}", *other]
     return [
         f"Not settled ({settled}): {printable(rival)} measured {percent_text(d.margin)} longer"
         f"{span}. Where candidates tie, a fixed order decides, so that reruns agree; more samples "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autosel.core import Decision, Device, Problem, QuantScheme
+from autosel.core import Candidate, Decision, Device, Problem, QuantScheme
 from autosel.decide import TIED, UNSETTLED
 
 
@@ -55,6 +55,13 @@ def device_text(device: Device) -> str:
 def versions_text(device: Device) -> str:
     """``torch 2.13.0, triton 3.7.1``."""
     return ", ".join(f"{package} {version}" for package, version in device.versions)
+
+
+def open_rivals(decision: Decision) -> list[Candidate]:
+    """Rivals of which the samples leave open whether they are as fast as the winner."""
+    return [
+        other.candidate for other in decision.rejected if other.reason.startswith((TIED, UNSETTLED))
+    ]
 
 
 def settled_text(decision: Decision) -> str:

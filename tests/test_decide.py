@@ -512,7 +512,64 @@ def test_a_candidate_that_was_always_preempted_settles_nothing():
     assert result.margin_interval is None
     assert result.rejected[0].reason.startswith("not settled, looks slower by")
     assert "too few undisturbed samples" in result.rejected[0].reason
-    assert "1 that look slower are not settled" in result.why
+    assert "1 that looks slower is not settled" in result.why
+
+
+def raced(name, times, rounds):
+    """``rounds`` blocks of one sample in one race."""
+    timing = (("blocks", ",".join(["1"] * rounds)), ("race", "r"))
+    return measured(name, tuple(times)[:rounds], timing=timing)
+
+
+def test_the_runner_up_is_the_fastest_other_one_and_not_the_noisy_one_that_is_open():
+    """Two were put out of the race; one that takes a hundred times as long was too noisy for it."""
+    rng = np.random.default_rng(11)
+    noisy_us = tuple(10_000.0 * factor for factor in rng.lognormal(0, 3, 6))
+    found = decide(
+        [
+            measured("torch_int4", (noisy_us[0], 5.0 * noisy_us[0]), timing=()),
+            raced("second", noisy(rng, 140, 0.002, 60), 40),
+            raced("third", noisy(rng, 180, 0.002, 60), 40),
+            raced("first", noisy(rng, 100, 0.002, 60), 60),
+        ]
+    )
+    assert found.winner.backend == "first"
+    reasons = {r.candidate.backend: r.reason for r in found.rejected}
+    assert reasons["second"].startswith("eliminated after")
+    assert reasons["torch_int4"].startswith("not settled")
+    assert found.tie
+    assert found.runner_up.backend == "second"
+    assert found.margin == pytest.approx(0.4, abs=0.02)
+    assert found.margin_interval[0] > 0.3
+    assert ", faster than second" in found.why
+    assert "1 that looks slower is not settled with the samples there are (torch_int4)" in found.why
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_the_runner_up_is_always_the_fastest_of_the_others_that_may_be_chosen(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    given_ = [
+        measured(
+            f"b{i}",
+            noisy(rng, data.draw(st.floats(50, 500)), data.draw(st.sampled_from((1e-3, 0.1))), n),
+            accuracy=data.draw(st.sampled_from(("exact", "exact", "a8"))),
+        )
+        for i, n in enumerate(data.draw(st.lists(st.integers(1, 15), min_size=1, max_size=5)))
+    ]
+    found = decide([*given_, measured("b9", 80.0), measured("wrong", status="wrong")])
+    may = [r for r in found.rejected if r.status == "ok" and r.accuracy == "exact"]
+    best = min(may, key=lambda r: r.time_us, default=None)
+    assert found.runner_up == (best.candidate if best else None)
+    assert found.runner_up_us == (best.time_us if best else None)
+
+
+def test_a_reason_names_two_of_many_rivals_that_are_open():
+    given_ = [measured(f"n{i}", (300.0 + i,)) for i in range(4)]
+    found = decide([measured("a", 100.0), measured("b", 200.0), *given_])
+    assert (found.winner.backend, found.runner_up.backend, found.tie) == ("a", "b", True)
+    assert "4 that look slower are not settled" in found.why
+    assert found.why.endswith("(n0, n1 and 2 more)")
 
 
 def test_what_looks_much_slower_is_judged_at_the_shown_confidence():

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from autosel.cli.commands.explain import margin_text
 from autosel.core import Candidate, Device, Rejected
+from autosel.decide import UNSETTLED
 from autosel.errors import AutoselError
 from autosel.report_data import report_data
 from autosel.report_page import inline_svg, page, write_report
@@ -60,6 +62,21 @@ def test_a_tie_and_a_missing_answer_are_said():
     assert verdict(evidence([]), 16).use == "Nothing was measured that answers for 16 tokens."
     bad = evidence([row("a", 16, 0, status="wrong")])
     assert verdict(bad, 16).use == "Nothing may be used at 16 tokens."
+
+
+def test_a_noisy_slow_rival_is_named_beside_the_next_best():
+    fast, slow, noisy = row("a", 16, 50.0), row("b", 16, 60.0), row("torch_int4", 16, 5000.0)
+    rejected = (
+        Rejected(slow.candidate, "ok", "slower by 20 %", "exact", 60.0),
+        Rejected(noisy.candidate, "ok", f"{UNSETTLED} 10500 %", "exact", 5000.0),
+    )
+    made = decided(fast, 1, None, tie=True, runner_up=slow.candidate, rejected=rejected)
+    told = verdict(evidence([fast, slow, noisy], [made]), 16)
+    assert told.why[0] == (
+        "The next best, b, takes 25.0 % longer (95 % interval 20.0 to 30.0 %). "
+        "Not settled (1 too noisy): torch_int4; more samples may tell."
+    )
+    assert margin_text(made) == "25.0 % (95 % interval 20.0 to 30.0 %); 1 too noisy"
 
 
 def test_the_tables_have_every_row():

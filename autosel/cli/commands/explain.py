@@ -235,8 +235,11 @@ def _told(answer: Explanation) -> list[Table]:
 
 
 def margin_text(decision: Decision) -> str:
-    """``12.3 % (95 % interval 11.0 to 13.6 %)``, ``tie: ...``, ``1 too noisy: ...`` or ``-``."""
-    from autosel.words import settled_text
+    """``12.3 % (95 % interval 11.0 to 13.6 %)``, ``tie: ...``, ``1 too noisy: ...`` or ``-``.
+
+    Where it is another rival than the runner-up that is too noisy, that comes last.
+    """
+    from autosel.words import open_rivals, settled_text
 
     if decision.margin is None:
         return "-"
@@ -244,7 +247,12 @@ def margin_text(decision: Decision) -> str:
     if decision.margin_interval is not None:
         low, high = decision.margin_interval
         text += f" (95 % interval {percent_text(low).removesuffix(' %')} to {percent_text(high)})"
-    return f"{settled_text(decision).removeprefix('no: ')}: {text}" if decision.tie else text
+    if not decision.tie:
+        return text
+    settled = settled_text(decision).removeprefix("no: ")
+    rivals = open_rivals(decision)
+    about_another = rivals and decision.runner_up not in rivals
+    return f"{text}; {settled}" if about_another else f"{settled}: {text}"
 
 
 def _rejected(answer: Explanation) -> list[Table]:
