@@ -9,7 +9,7 @@ Nothing is timed here, except that compatible packs are checked once by whoever 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
@@ -348,11 +348,6 @@ def _checked(plan: Plan | None, problem: Problem, device: Device) -> Plan | None
         found = "; ".join(map(str, differences)) or plan.device.name
         raise AutoselError(field_error("FusedMoE.plan", "device", found, "this machine"))
     return plan
-
-
-def layouts_of(choices: Collection[Choice]) -> tuple[str, ...]:
-    """Keys of the layouts that a table needs, each once."""
-    return tuple(dict.fromkeys(choice.candidate.layout for choice in choices))
 
 
 def _joined(choices: list[Choice]) -> tuple[Choice, ...]:

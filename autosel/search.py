@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -55,32 +55,6 @@ class Found:
     tried: tuple[Tried, ...]
     skipped: tuple[Skipped, ...]
 
-    @property
-    def best(self) -> Tried | None:
-        """The lowest value, the earlier one among equals; None when every point failed."""
-        good = [t for t in self.tried if t.value is not None]
-        return min(good, key=lambda t: t.value or 0.0) if good else None
-
-
-def propose(
-    space: Space,
-    budget: int,
-    evaluate: Callable[[Point], float | None],
-    seed: int = 0,
-    seeds: Sequence[Params] = (),
-) -> Found:
-    """Evaluate at most ``budget`` legal points of ``space``, each once.
-
-    evaluate  gives what to minimise (microseconds), or None, NaN or infinity when the point
-              failed; what it raises passes through
-    seeds     points to try right after the default, such as a neighbour's best; parameters they
-              leave out are the default's
-    """
-    search = Search(space, budget, seed, seeds)
-    while (params := search.ask()) is not None:
-        search.tell(evaluate(params))
-    return search.found
-
 
 def first_points(
     space: Space, budget: int, seed: int = 0, seeds: Sequence[Params] = ()
@@ -98,7 +72,13 @@ def first_points(
 
 
 class Search:
-    """The same step by step: :meth:`ask` for a point, :meth:`tell` what it gave, until None."""
+    """At most ``budget`` legal points of ``space``, each once.
+
+    :meth:`ask` for a point, :meth:`tell` what it gave, until None.
+
+    seeds  points to try right after the default, such as a neighbour's best; parameters they
+           leave out are the default's
+    """
 
     def __init__(
         self, space: Space, budget: int, seed: int = 0, seeds: Sequence[Params] = ()
@@ -117,7 +97,7 @@ class Search:
         return dict(self._next) if self._next is not None else None
 
     def tell(self, value: float | None) -> None:
-        """What the point asked for gave; None, NaN or infinity when it failed."""
+        """The microseconds of the point asked for; None, NaN or infinity when it failed."""
         if not self._asked or self._next is None:
             raise AutoselError(field_error("search", "tell", "no open point", "ask() before"))
         value = None if value is None or not math.isfinite(value) else float(value)

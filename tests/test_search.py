@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from autosel.core import Reason
 from autosel.errors import AutoselError
 from autosel.interfaces import Space
-from autosel.search import Search, propose
+from autosel.search import Search
+from tests.searching import best, walk
 
 SMALL = Space(
     default={"block": 64, "fast": False},
@@ -69,31 +70,25 @@ def keys(points):
 
 def test_a_small_space_is_walked_whole_in_its_order_with_the_default_first():
     seen = Recorder(lambda p: 1.0)
-    found = propose(SMALL, 8, seen)
+    found = walk(SMALL, 8, seen)
     assert seen.points == list(SMALL)
     assert seen.points[0] == {"block": 64, "fast": False}
     assert len(seen.points) == 8
     assert found.skipped == ()
 
 
-def test_the_best_is_the_lowest_value_and_the_earlier_among_equals():
-    assert propose(SMALL, 8, lambda p: float(p["block"])).best.params["block"] == 16
-    assert propose(SMALL, 8, lambda p: 5.0).best.params == SMALL.default
-
-
 def test_nothing_to_tune_is_one_point():
     seen = Recorder(lambda p: 1.0)
-    propose(Space(), 5, seen)
+    walk(Space(), 5, seen)
     assert seen.points == [{}]
 
 
-def test_failed_points_are_kept_and_never_best():
+def test_failed_points_are_kept_without_a_value():
     values = {16: None, 32: math.nan, 64: math.inf, 128: 9.0}
-    found = propose(SMALL, 8, lambda p: values[p["block"]])
+    found = walk(SMALL, 8, lambda p: values[p["block"]])
     assert len(found.tried) == 8
     assert {t.params["block"] for t in found.tried if t.value is not None} == {128}
-    assert found.best.value == 9.0
-    assert propose(SMALL, 8, lambda p: None).best is None
+    assert {t.value for t in found.tried} == {None, 9.0}
 
 
 def test_illegal_points_are_skipped_with_both_numbers_and_never_evaluated():
@@ -106,7 +101,7 @@ def test_illegal_points_are_skipped_with_both_numbers_and_never_evaluated():
 
     space = Space({"block": 32}, {"block": (16, 32, 64, 96, 128, 256, 672)}, constraint)
     seen = Recorder(lambda p: 1.0)
-    found = propose(space, 100, seen)
+    found = walk(space, 100, seen)
     assert [p["block"] for p in seen.points] == [32, 64]
     assert [s.params["block"] for s in found.skipped] == [16, 96, 128, 256, 672]
     assert str(found.skipped[0].reason) == (
@@ -119,7 +114,7 @@ def test_an_illegal_default_is_reported_and_the_others_are_tried():
         return Reason("bytes", "147456", "at most 101376") if p["block"] > 64 else None
 
     seen = Recorder(lambda p: 1.0)
-    found = propose(Space({"block": 128}, {"block": (128, 64, 32)}, constraint), 9, seen)
+    found = walk(Space({"block": 128}, {"block": (128, 64, 32)}, constraint), 9, seen)
     assert [p["block"] for p in seen.points] == [64, 32]
     assert found.skipped[0].params == {"block": 128}
     assert "found 147456, required at most 101376" in str(found.skipped[0].reason)
@@ -127,13 +122,13 @@ def test_an_illegal_default_is_reported_and_the_others_are_tried():
 
 def test_a_space_without_a_legal_point_evaluates_nothing():
     space = Space({"a": 1}, {"a": (1, 2)}, lambda p: Reason("a", str(p["a"]), "3"))
-    found = propose(space, 5, Recorder())
-    assert (found.tried, found.best, len(found.skipped)) == ((), None, 2)
+    found = walk(space, 5, Recorder())
+    assert (found.tried, len(found.skipped)) == ((), 2)
 
 
 def test_values_named_twice_are_tried_once():
     seen = Recorder(lambda p: 1.0)
-    propose(Space({"a": 1}, {"a": (1, 1, 2, 2)}), 9, seen)
+    walk(Space({"a": 1}, {"a": (1, 1, 2, 2)}), 9, seen)
     assert seen.points == [{"a": 1}, {"a": 2}]
 
 
@@ -143,7 +138,7 @@ def test_values_named_twice_are_tried_once():
 @pytest.mark.parametrize("budget", [1, 2, 7, 60])
 def test_a_budget_is_used_up_on_different_legal_points_with_the_default_first(budget):
     seen = Recorder()
-    found = propose(LARGE, budget, seen)
+    found = walk(LARGE, budget, seen)
     assert seen.points[0] == LARGE.default
     assert len(seen.points) == len(set(keys(seen.points))) == budget
     for point in seen.points:
@@ -156,7 +151,7 @@ def test_the_same_seed_repeats_and_another_seed_differs():
     runs = []
     for seed in (3, 3, 4):
         seen = Recorder()
-        propose(LARGE, 30, seen, seed=seed)
+        walk(LARGE, 30, seen, seed=seed)
         runs.append(seen.points)
     assert runs[0] == runs[1]
     assert runs[0] != runs[2]
@@ -167,7 +162,7 @@ def test_the_search_learns_from_what_it_is_told():
     legal = [p for p in LARGE if LARGE.constraint(p) is None]
     guided, blind = [], []
     for seed in range(5):
-        guided.append(propose(LARGE, 60, landscape, seed=seed).best.value)
+        guided.append(best(walk(LARGE, 60, landscape, seed=seed)).value)
         blind.append(min(map(landscape, random.Random(seed).sample(legal, 60))))
     assert sum(guided) / 5 < sum(blind) / 5 - 2
     assert min(map(landscape, legal)) <= min(guided)
@@ -178,17 +173,17 @@ def test_failures_do_not_stop_a_large_search():
         return None if p["m"] > 128 else landscape(p)
 
     seen = Recorder(half_fails)
-    found = propose(LARGE, 40, seen)
+    found = walk(LARGE, 40, seen)
     assert len(found.tried) == 40
     assert any(t.value is None for t in found.tried)
-    assert found.best.params["m"] <= 128
-    assert len(propose(LARGE, 25, lambda p: None).tried) == 25
+    assert best(found).params["m"] <= 128
+    assert len(walk(LARGE, 25, lambda p: None).tried) == 25
 
 
 def test_known_good_points_come_right_after_the_default():
     good = {"m": 128, "n": 192, "k": 64, "stages": 3, "order": "columns"}
     seen = Recorder()
-    propose(LARGE, 5, seen, seeds=[good, {"m": 32}, LARGE.default])
+    walk(LARGE, 5, seen, seeds=[good, {"m": 32}, LARGE.default])
     assert seen.points[1] == {**LARGE.default, **good}
     assert seen.points[2] == {**LARGE.default, "m": 32}
     assert len(seen.points) == 5
@@ -197,7 +192,7 @@ def test_known_good_points_come_right_after_the_default():
 def test_seeds_of_another_space_are_left_out_with_the_reason():
     seen = Recorder()
     seeds = [{"m": 100}, {"warps": 4}, {"m": 256, "k": 256, "stages": 4}]
-    found = propose(LARGE, 3, seen, seeds=seeds)
+    found = walk(LARGE, 3, seen, seeds=seeds)
     reasons = [str(s.reason) for s in found.skipped[:3]]
     assert reasons[0].startswith("m: found 100, required one of 16")
     assert reasons[1].startswith("parameter: found warps, required one of m, n, k")
@@ -214,10 +209,10 @@ def test_a_nearly_empty_legal_region_is_still_exhausted():
 
     space = Space({**LARGE.default, "m": 16, "k": 32}, LARGE.choices, constraint)
     seen = Recorder()
-    propose(space, 40, seen)
+    walk(space, 40, seen)
     assert len(set(keys(seen.points))) == 40
     seen = Recorder()
-    propose(space, 500, seen)  # 8 * 3 * 2 = 48 legal points
+    walk(space, 500, seen)  # 8 * 3 * 2 = 48 legal points
     assert len(set(keys(seen.points))) == len(seen.points) == 48
 
 
@@ -228,7 +223,7 @@ def test_a_space_too_large_to_list_is_searched_all_the_same():
         lambda p: Reason("a", str(p["a"]), "even") if p["a"] % 2 else None,
     )
     seen = Recorder(lambda p: 1.0 + sum(p.values()))
-    propose(space, 40, seen)
+    walk(space, 40, seen)
     assert len(set(keys(seen.points))) == 40
     assert all(p["a"] % 2 == 0 for p in seen.points)
 
@@ -238,7 +233,7 @@ def test_values_of_every_type_survive_the_search():
     values["wide"] = tuple(range(40))
     space = Space({name: v[0] for name, v in values.items()}, values)
     seen = Recorder(lambda p: 1.0)
-    propose(space, 30, seen)
+    walk(space, 30, seen)
     for point, (name, allowed) in itertools.product(seen.points, values.items()):
         match = [v for v in allowed if v == point[name]]
         assert type(point[name]) is type(match[0])
@@ -260,7 +255,7 @@ def test_every_evaluated_point_is_legal_new_and_within_budget(choices, budget, m
 
     space = Space({name: values[0] for name, values in choices.items()}, choices, constraint)
     seen = Recorder(lambda p: float(sum(p.values())))
-    propose(space, budget, seen)
+    walk(space, budget, seen)
     legal = list(space)
     assert len(seen.points) == len(set(keys(seen.points))) == min(budget, len(legal))
     assert all(point in legal for point in seen.points)
@@ -271,7 +266,7 @@ def test_every_evaluated_point_is_legal_new_and_within_budget(choices, budget, m
 
 def test_asking_and_telling_gives_the_same_points():
     whole = Recorder()
-    propose(LARGE, 20, whole, seed=1)
+    walk(LARGE, 20, whole, seed=1)
     search, steps = Search(LARGE, 20, seed=1), []
     while (point := search.ask()) is not None:
         assert search.ask() == point
@@ -296,7 +291,7 @@ def test_telling_without_asking_is_refused():
 @pytest.mark.parametrize("budget", [0, -1])
 def test_a_budget_below_one_is_refused(budget):
     with pytest.raises(AutoselError, match="budget"):
-        propose(SMALL, budget, lambda p: 1.0)
+        walk(SMALL, budget, lambda p: 1.0)
 
 
 def test_what_evaluation_raises_passes_through():
@@ -304,19 +299,23 @@ def test_what_evaluation_raises_passes_through():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        propose(LARGE, 5, interrupt)
+        walk(LARGE, 5, interrupt)
 
 
 def test_importing_and_small_spaces_need_no_optuna_and_searching_is_silent():
     code = (
         "import sys\n"
-        "from autosel.search import propose\n"
         "from autosel.interfaces import Space\n"
-        "propose(Space({'a': 1}, {'a': (1, 2)}), 5, lambda p: 1.0)\n"
+        "from autosel.search import Search\n"
+        "def walk(space, budget, value):\n"
+        "    search = Search(space, budget)\n"
+        "    while search.ask() is not None:\n"
+        "        search.tell(value)\n"
+        "walk(Space({'a': 1}, {'a': (1, 2)}), 5, 1.0)\n"
         "assert 'optuna' not in sys.modules\n"
         "import optuna\n"
         "before = optuna.logging.get_verbosity()\n"
-        "propose(Space({'a': 1}, {'a': tuple(range(50))}), 20, lambda p: None)\n"
+        "walk(Space({'a': 1}, {'a': tuple(range(50))}), 20, None)\n"
         "assert optuna.logging.get_verbosity() == before\n"
     )
     done = subprocess.run(

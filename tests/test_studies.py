@@ -13,13 +13,14 @@ import pytest
 from autosel import neighbours, studies
 from autosel.core import Candidate, Device, Params, Reason, Routing
 from autosel.interfaces import Space
-from autosel.search import Found, propose
+from autosel.search import Found
 from autosel.sources import RandomSource
 from autosel.store import Store, StoreWarning
 from autosel.timing import TimingSettings
 from autosel.tune import sweep
 from autosel.tune_types import SweepSettings
 from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, PlainLayout, registered
+from tests.searching import walk
 from tests.test_plans import GPU, row
 
 QUICK = TimingSettings(rounds=3, samples_per_round=4)
@@ -36,7 +37,7 @@ def search() -> Found:
     def cost(point: dict[str, object]) -> float | None:
         return None if point["split"] is True else float(point["block"])  # type: ignore[arg-type]
 
-    return propose(SPACE, 32, cost)
+    return walk(SPACE, 32, cost)
 
 
 def test_optuna_reads_the_study_from_the_same_file(tmp_path) -> None:
