@@ -11,7 +11,12 @@ from autosel.interfaces import Backend
 class FirstCallCompiles:
     """Nothing is compiled ahead. :class:`~autosel.worker_bench.WorkerBench` has helpers for it."""
 
-    def compile_ahead(self, backend: Backend, points: Sequence[Params], num_tokens: int) -> None:
+    def prepare(self) -> None:
+        """Nothing has to start."""
+
+    def compile_ahead(
+        self, backend: Backend, points: Sequence[Params], num_tokens: int, *, verify: bool = True
+    ) -> None:
         """Nothing: the first call compiles."""
 
     def compiled(

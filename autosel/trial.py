@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -20,7 +20,6 @@ from autosel.core import (
     Level,
     Measurement,
     Params,
-    Problem,
     Status,
 )
 from autosel.errors import AutoselError, field_error
@@ -31,44 +30,12 @@ from autosel.residency import Residency
 from autosel.sources import WeightSource
 from autosel.timing import TimedSamples, Timer, TimingSettings, first_call_ms, time_candidates
 from autosel.trial_call import Call, Tame
-from autosel.tune_inputs import timed_cases
+from autosel.trial_rows import JudgedInputs, Known, blank_row
+from autosel.tune_inputs import judged_inputs
 from autosel.tune_types import Observer, SweepSettings
-from autosel.verify import make_cases, verify_candidate
-from autosel.verify_cases import Case
+from autosel.verify import verify_candidate
 from autosel.verify_suite import Suite
 from autosel.worker_beat import WatchedTimer
-
-
-def blank_row(
-    problem: Problem,
-    settings: SweepSettings,
-    device: Device,
-    candidate: Candidate,
-    num_tokens: int,
-    status: Status,
-    why: str,
-) -> Measurement:
-    """A measurement without figures."""
-    return Measurement(
-        problem=problem,
-        num_tokens=num_tokens,
-        routing=settings.routing,
-        candidate=candidate,
-        device=device,
-        status=status,
-        reason=why,
-    )
-
-
-@dataclass(slots=True)
-class Known:
-    """What verification found; it holds for every token count, and for a fresh process as well.
-
-    audited  evidence against the most suspicious weight of each layout, by its key
-    """
-
-    verdicts: dict[Candidate, Verdict] = field(default_factory=dict)
-    audited: dict[str, float] = field(default_factory=dict)
 
 
 class Bench(FirstCallCompiles):
@@ -134,10 +101,7 @@ class Bench(FirstCallCompiles):
         settings = self._settings
         if settings.routing_file:  # this may be another process than the one that was asked
             routing_file.load(settings.routing_file)
-        return (
-            timed_cases(self.experts, settings.routing, self._tokens, seed=settings.seed),
-            make_cases(self.experts, seed=settings.seed),
-        )
+        return judged_inputs(self.experts, settings.routing, self._tokens, seed=settings.seed)
 
     @cached_property
     def _suite(self) -> Suite:
@@ -169,21 +133,23 @@ class Bench(FirstCallCompiles):
             self._source.problem, self._settings, self._device, candidate, num_tokens, status, why
         )
 
-    def attempt(self, candidate: Candidate, num_tokens: int) -> Measurement:
+    def attempt(self, candidate: Candidate, num_tokens: int, *, verify: bool = True) -> Measurement:
         """Pack, call once and verify; "ok" means ready for :meth:`time`, without times yet.
 
-        A candidate that does not fit is tried once more after everything else was freed.
+        Without ``verify`` only the first call's own output is judged: enough for a search, which
+        has what it found verified afterwards. A candidate that does not fit is tried once more
+        after everything else was freed.
         """
-        tried = self._attempt(candidate, num_tokens)
+        tried = self._attempt(candidate, num_tokens, verify)
         if tried.status == "oom":
             self._residency.clear()
-            tried = self._attempt(candidate, num_tokens)
+            tried = self._attempt(candidate, num_tokens, verify)
         if tried.status == "oom":
             self._residency.drop(self._layouts[candidate])
             self._residency.clean_up()
         return tried
 
-    def _attempt(self, candidate: Candidate, num_tokens: int) -> Measurement:
+    def _attempt(self, candidate: Candidate, num_tokens: int, verify: bool) -> Measurement:
         row = self.row(candidate, num_tokens, "ok", "")
         self.load()
         try:
@@ -199,8 +165,8 @@ class Bench(FirstCallCompiles):
             # The first call's own output counts too: kernels change their path with the size.
             verdict = call.verdict()
             row = replace(row, errors=verdict.errors)
-            if verdict:
-                is_new = candidate not in self.known.verdicts
+            is_new = candidate not in self.known.verdicts
+            if verdict and (verify or not is_new):
                 if is_new:
                     self._begin("verify", num_tokens, candidate)
                 verdict = self._verified(backend, packed, candidate, layout)
@@ -223,29 +189,38 @@ class Bench(FirstCallCompiles):
         return row
 
     def _verified(
-        self, backend: Backend, packed: PackedExperts, candidate: Candidate, layout: Layout
+        self,
+        backend: Backend,
+        packed: PackedExperts,
+        candidate: Candidate,
+        layout: Layout,
+        *,
+        audit: bool = False,
     ) -> Verdict:
         """The verdict over all judged cases, which depends on no token count of the sweep.
 
-        The audit of single weights is one more pass over all of them: once a layout.
+        The audit of single weights is one more pass over all of them, seconds for a layer of 128
+        experts on an H200: only for who is to be chosen, and once a layout.
         """
-        if candidate not in self.known.verdicts:
-            audited = layout.key in self.known.audited
-            verdict = verify_candidate(
-                backend,
-                packed,
-                candidate.params_dict,
-                self._inputs[1],
-                experts=None if audited else self.experts,
-            )
-            if verdict.status == "oom":  # perhaps only now
-                return verdict
-            if verdict.audit_score is not None and verdict:
-                self.known.audited[layout.key] = verdict.audit_score
-            elif verdict:
-                verdict = replace(verdict, audit_score=self.known.audited.get(layout.key))
-            self.known.verdicts[candidate] = verdict
-        return self.known.verdicts[candidate]
+        audit = audit and layout.key not in self.known.audited
+        known = self.known.verdicts.get(candidate)
+        if known is not None and not (known and audit):
+            return known
+        verdict = verify_candidate(
+            backend,
+            packed,
+            candidate.params_dict,
+            self._inputs[1],
+            experts=self.experts if audit else None,
+        )
+        if verdict.status == "oom":  # perhaps only now
+            return verdict
+        if verdict.audit_score is not None and verdict:
+            self.known.audited[layout.key] = verdict.audit_score
+        elif verdict:
+            verdict = replace(verdict, audit_score=self.known.audited.get(layout.key))
+        self.known.verdicts[candidate] = verdict
+        return verdict
 
     def prove(self, row: Measurement) -> Measurement:
         """Judge a candidate that is to be chosen on the full set; its row with the certificate.
@@ -257,7 +232,7 @@ class Bench(FirstCallCompiles):
         self._begin("prove", row.num_tokens, row.candidate)
         try:
             packed = self._residency.get(layout).packed
-            verdict = self._verified(backend, packed, row.candidate, layout)
+            verdict = self._verified(backend, packed, row.candidate, layout, audit=True)
             certificate = self._certified(row, packed, "full", verdict)
         except CAUGHT as error:
             return self._failed(replace(row, times_us=()), error, "prove")
@@ -391,6 +366,3 @@ class Bench(FirstCallCompiles):
             reason = f"after {len(samples.times_us)} timed calls, {verdict.reason}"
             return replace(row, status=verdict.status, reason=reason, errors=verdict.errors)
         return replace(row, times_us=samples.times_us)
-
-
-JudgedInputs = tuple[dict[int, Case], list[Case]]

@@ -83,6 +83,7 @@ class _Sweep:
             settings.budget_s, len(self.buckets), timer.now if timer else time.monotonic
         )
         self.cuts: list[Cut] = []
+        self.unsearched: list[tuple[int, tuple[str, ...]]] = []
         self.trials = Trials(
             self.problem, device, settings, store, observer, self.bench, self.deadline, backends
         )
@@ -90,6 +91,8 @@ class _Sweep:
     def run(self) -> SweepResult:
         """Everything, token count by token count."""
         self.observer.started(self.problem, self.device, self.tokens, len(self.trials.backends))
+        if self.device.torch_device != "cpu":  # there it would disturb what follows
+            self.bench.prepare()
         rates = self.rates(self.device, self.problem.act_dtype) if self.rates else None
         if self.store:
             self.sweep_id = self.store.begin_sweep(
@@ -119,6 +122,7 @@ class _Sweep:
             outcomes=tuple(outcomes),
             ceilings=rates,
             cuts=tuple(self.cuts),
+            unsearched=tuple(self.unsearched),
         )
 
     def _measure(self, num_tokens: int, later: int | None) -> list[Measurement]:
@@ -127,6 +131,8 @@ class _Sweep:
         stored = self._stored(num_tokens)
         following = None if later is None else (later, self._stored(later))
         rows = self.trials.at(num_tokens, stored, following)
+        if self.trials.unsearched:
+            self.unsearched.append((num_tokens, tuple(self.trials.unsearched)))
         ready = [row for row in rows if row.status == "ok" and not row.times_us]
         if ready:
             ready += self.trials.rejoining(rows, num_tokens)

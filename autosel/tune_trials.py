@@ -1,7 +1,9 @@
 """What is tried at a token count, in which order, and what came of it.
 
 Every backend's own setting comes first, so that little time still compares all of them; then the
-other settings, the backend first whose own setting was fastest.
+other settings, the backend first whose own setting was fastest. Whose own setting takes more than
+``search_within`` times the fastest one's is not searched: it would have to gain more than searches
+do.
 """
 
 from __future__ import annotations
@@ -12,26 +14,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
-from autosel import neighbours, studies
 from autosel.core import Candidate, Device, Measurement, Params, Problem, Status
 from autosel.deadline import Deadline
-from autosel.engine_export import read_tuned
 from autosel.failures import CAUGHT, failed
 from autosel.interfaces import Backend, Space
 from autosel.quarantine import Quarantine, code_hash
-from autosel.search import Search, first_points
 from autosel.store import Store
 from autosel.timing import TimingSettings
+from autosel.tune_search import FINALISTS, Rows, Searcher
 from autosel.tune_types import Observer, SweepSettings
 from autosel.vllm_names import priority
 from autosel.worker_bench import AnyBench
 
-#: Parameter settings of one backend that are timed in full. A larger space is searched first.
-FINALISTS = 8
-#: A searched setting whose first sample takes this many times the best one's gets no second.
-HOPELESS = 1.5
-
-Rows = list[Measurement]
 Stored = Mapping[Candidate, Measurement]
 
 
@@ -52,7 +46,6 @@ class _Turn:
     refused: Params = field(default_factory=dict)
     others: list[Params] = field(default_factory=list)
     searched: Space | None = None
-    seeds: list[Params] = field(default_factory=list)
 
     @property
     def own_points(self) -> list[Params]:
@@ -65,6 +58,7 @@ class Trials:
     backends  in the order of trying; the fastest of the token count before come first
     defaults  the backends' own settings, as candidates
     untried   what there was no time for at this token count
+    unsearched  backends whose own setting alone was tried at this token count: too slow
     """
 
     def __init__(
@@ -81,14 +75,13 @@ class Trials:
         self.problem, self.device, self.settings = problem, device, settings
         self.store, self.observer, self.bench, self.deadline = store, observer, bench, deadline
         self.quarantine = Quarantine(store, problem, device, retry=settings.retry_failed)
-        self.starting = read_tuned(settings.start_from) if settings.start_from else None
+        self.searcher = Searcher(problem, device, settings, store, observer, self)
         self.backends = _first_guess(backends, device)
         self.defaults: set[Candidate] = set()
         self.untried: list[str] = []
+        self.unsearched: list[str] = []
         self.codes: dict[Candidate, str] = {}  # of each candidate that was attempted
-        self.best: dict[str, list[Params]] = {}  # of each searched backend
         self.is_ready = False  # whether this token count has a candidate that was right
-        self.quick = replace(settings.timing, rounds=1, samples_per_round=3)
 
     def at(
         self, num_tokens: int, stored: Stored, following: tuple[int, Stored] | None = None
@@ -98,7 +91,7 @@ class Trials:
         ``following`` is the next token count, with what is stored for it: while candidates of this
         one are verified, compilers begin with that one's.
         """
-        self.untried = []
+        self.untried, self.unsearched = [], []
         self.is_ready = any(row.status == "ok" for row in stored.values())
         turns = {b.name: self._turn(b, num_tokens, stored) for b in self.backends}
         for turn in turns.values():
@@ -112,16 +105,18 @@ class Trials:
         while left:
             left.remove(turn := self._next(left, num_tokens))
             rows[turn.backend.name] = self._own_rows(turn, num_tokens, stored)
-        order = [turns[name] for name in self._fastest_first(rows, num_tokens)]
+        order = [turns[name] for name in self._worth_searching(rows, turns, num_tokens)]
         if not self.deadline.is_set:  # else time may end before the next one's turn comes
             for turn in order:
-                self._compile_ahead(turn, self._first_points(turn, num_tokens), num_tokens, stored)
+                self._compile_others(turn, num_tokens, stored)
         for turn in order:
             if self.deadline.is_set:
-                self._compile_ahead(turn, self._first_points(turn, num_tokens), num_tokens, stored)
-            rows[turn.backend.name] += self._other_rows(turn, num_tokens, stored)
+                self._compile_others(turn, num_tokens, stored)
+            own = next((r for r in rows[turn.backend.name] if r.candidate == turn.own), None)
+            rows[turn.backend.name] += self._other_rows(turn, own, num_tokens, stored)
+        for name in self.unsearched:
+            rows[name] += [row for c, row in stored.items() if c.backend == name]
         self.bench.drop_compilations(num_tokens)  # what time did not suffice for
-        # A search tries the backend's own setting once more; the later row counts.
         found = (row for backend in self.backends for row in rows[backend.name])
         return list({row.candidate: row for row in found}.values())
 
@@ -162,14 +157,21 @@ class Trials:
     def backend(self, candidate: Candidate) -> Backend:
         return next(found for found in self.backends if found.name == candidate.backend)
 
-    def _fastest_first(self, rows: Mapping[str, Rows], num_tokens: int) -> list[str]:
-        """Backends by a short timing of their own settings."""
+    def _worth_searching(
+        self, rows: Mapping[str, Rows], turns: Mapping[str, _Turn], num_tokens: int
+    ) -> list[str]:
+        """Backends with further settings, by a short timing of their own ones, fastest first."""
+        wanted = [name for name, turn in turns.items() if turn.others or turn.searched]
         ready = [r for found in rows.values() for r in found if r.status == "ok" and not r.times_us]
         us = {r.candidate.backend: min(r.times_us) for f in rows.values() for r in f if r.times_us}
-        if len(ready) > 1 and self.deadline.is_set:
-            for row in self.time(ready, self.quick, num_tokens):
+        if wanted and len(ready) > 1:
+            for row in self.time(ready, self.searcher.quick, num_tokens):
                 us[row.candidate.backend] = min(row.times_us, default=math.inf)
-        return sorted(rows, key=lambda name: us.get(name, math.inf))
+        limit = self.settings.search_within * min(us.values(), default=math.inf)
+        # Without a time of its own (illegal here, or it failed) only the others can tell.
+        self.unsearched = [name for name in wanted if limit < us.get(name, 0.0) < math.inf]
+        left = [name for name in wanted if name not in self.unsearched]
+        return sorted(left, key=lambda name: us.get(name, math.inf))
 
     def _turn(self, backend: Backend, num_tokens: int, stored: Stored) -> _Turn:
         """What of a backend there is to try."""
@@ -207,7 +209,7 @@ class Trials:
         """Whose own setting to try: the first that need not wait for a compiler."""
         own = [turn.own for turn in left if turn.own is not None]
         if len(own) == len(left):
-            ready = self.bench.compiled(own, num_tokens, self._is_over)
+            ready = self.bench.compiled(own, num_tokens, self.is_over)
             return left[own.index(ready)] if ready is not None else left[0]
         return next(turn for turn in left if turn.own is None)
 
@@ -220,35 +222,45 @@ class Trials:
             return turn.known
         return self._attempts(turn.backend, turn.own_points, num_tokens, stored)
 
-    def _other_rows(self, turn: _Turn, num_tokens: int, stored: Stored) -> Rows:
+    def _other_rows(
+        self, turn: _Turn, own: Measurement | None, num_tokens: int, stored: Stored
+    ) -> Rows:
         if turn.searched is not None:
-            return self._search(turn, num_tokens)
+            found = self.searcher.run(turn.backend, turn.searched, own, num_tokens)
+            if found.cut_after is not None:
+                name = turn.backend.name
+                self.untried.append(f"{name}: search ended after {found.cut_after} settings")
+            return found.rows
         return self._attempts(turn.backend, turn.others, num_tokens, stored)
 
-    def _first_points(self, turn: _Turn, num_tokens: int) -> list[Params]:
-        """What is tried beyond its own setting, as far as no outcome changes it."""
-        if turn.searched is None:
-            return turn.others
-        # What was best at the token count before is a good guess at this one, then what is stored.
-        best = self.best.get(turn.backend.name, [])
-        turn.seeds = [*best, *self._known_good(turn.backend, num_tokens)]
-        trials, seed = self.settings.trials, self.settings.seed
-        every = list(islice(turn.searched, trials + 1))
-        if len(every) <= trials and not self.deadline.is_set:
-            return [*every]
-        return [*first_points(turn.searched, trials, seed, turn.seeds)]
+    def _compile_others(self, turn: _Turn, num_tokens: int, stored: Stored) -> None:
+        """Begin with what is tried beyond its own setting, as far as no outcome changes it."""
+        points, is_searched = turn.others, turn.searched is not None
+        if turn.searched is not None:
+            points = self.searcher.first_points(turn.backend, turn.searched, num_tokens)
+        self._compile_ahead(turn, points, num_tokens, stored, verify=not is_searched)
 
     def _compile_ahead(
-        self, turn: _Turn, points: Sequence[Params], num_tokens: int, stored: Stored
+        self,
+        turn: _Turn,
+        points: Sequence[Params],
+        num_tokens: int,
+        stored: Stored,
+        *,
+        verify: bool = True,
     ) -> None:
         """Begin with what will be tried: neither what is known nor what there is no time for."""
-        if self._is_over():
+        if self.is_over():
             return
         missing = [p for p in points if not self._is_known(turn.backend, p, num_tokens, stored)]
         if missing:
-            self.bench.compile_ahead(turn.backend, missing, num_tokens)
+            self.bench.compile_ahead(turn.backend, missing, num_tokens, verify=verify)
 
-    def _is_over(self) -> bool:
+    def prepare(self, backend: Backend, points: Sequence[Params], num_tokens: int) -> None:
+        """Begin to compile what verifying these settings needs."""
+        self.bench.compile_ahead(backend, points, num_tokens)
+
+    def is_over(self) -> bool:
         """Whether nothing further is tried at this token count."""
         return self.is_ready and self.deadline.trying_is_over()
 
@@ -275,49 +287,11 @@ class Trials:
         known = stored.get(candidate)
         return known if known and (known.status, known.reason) == outcome else row
 
-    def _search(self, turn: _Turn, num_tokens: int) -> Rows:
-        """The default, the fastest few by a short timing, and every one that failed, with why."""
-        backend, space = turn.backend, turn.searched
-        assert space is not None
-        tried: dict[Candidate, tuple[float, Measurement]] = {}
-
-        def evaluate(params: Params) -> float:
-            row = self._attempt(backend, params, num_tokens, {})
-            if row is None:
-                return math.inf
-            best = min((score for score, _ in tried.values()), default=math.inf)
-            limit = HOPELESS * best if best < math.inf else None
-            timing = replace(self.quick, stop_above_us=limit)
-            short = self.time([row], timing, num_tokens)[0] if row.status == "ok" else row
-            score = min(short.times_us, default=math.inf)
-            tried[row.candidate] = (score, row if short.times_us else short)
-            return score
-
-        self.observer.step("search", num_tokens, Candidate.of(backend.name))
-        search = Search(space, self.settings.trials, self.settings.seed, turn.seeds)
-        while (params := search.ask()) is not None:
-            search.tell(evaluate(params))
-            if self._is_over():
-                self.untried.append(f"{backend.name}: search ended after {len(tried)} settings")
-                break
-        if self.store:
-            words = [self.problem.key, backend.name, f"{num_tokens} tokens", self.settings.routing]
-            studies.record(self.store, " ".join(words), space, search.found)
-        ranked = sorted(tried.values(), key=lambda pair: pair[0])
-        best = [row for score, row in ranked if score < math.inf][:FINALISTS]
-        self.best[backend.name] = [row.candidate.params_dict for row in best[:2]]
-        kept = [row for _, row in ranked if row.status != "ok" or row.candidate in self.defaults]
-        return list({row.candidate: row for row in best + kept}.values())
-
-    def _known_good(self, backend: Backend, num_tokens: int) -> list[Params]:
-        """Settings that were good elsewhere: in an engine's tuned file, or nearby in the store."""
-        found: list[Params] = []
-        if self.starting and self.starting.backend == backend.name:
-            found += self.starting.near(num_tokens)
-        if self.store:
-            where = (self.problem, self.device, num_tokens, self.settings.routing)
-            found += neighbours.known_good(self.store, backend, *where)
-        return found
+    def attempt(
+        self, backend: Backend, params: Params, num_tokens: int, *, verify: bool
+    ) -> Measurement | None:
+        """A ready candidate, or why it is none; None when there is no time left."""
+        return self._attempt(backend, params, num_tokens, {}, verify=verify)
 
     def _attempt(
         self,
@@ -325,6 +299,8 @@ class Trials:
         params: Params,
         num_tokens: int,
         stored: Stored,
+        *,
+        verify: bool = True,
     ) -> Measurement | None:
         """Pack, call and verify it, or what is known of it; None when there is no time left."""
         try:
@@ -341,11 +317,11 @@ class Trials:
         if held:
             return self.bench.row(candidate, num_tokens, held.incident.status, held.reason)
         # A compiler may take longer than there is time.
-        if self._is_over() or self.bench.compiled([candidate], num_tokens, self._is_over) is None:
+        if self.is_over() or self.bench.compiled([candidate], num_tokens, self.is_over) is None:
             self.untried.append(candidate.key)
             return None
         self.bench.load()
-        row = self.bench.attempt(candidate, num_tokens)
+        row = self.bench.attempt(candidate, num_tokens, verify=verify)
         self.is_ready |= row.status == "ok"
         if row.status != "ok":
             self.quarantine.note(row, code, self.bench.step)

@@ -37,7 +37,9 @@ class SweepSettings:
                   path.
     backends      names; empty: all
     allow_a8      may a backend that quantises activations to 8 bits win
-    trials        parameter settings tried for each backend and token count
+    trials        the most parameter settings tried for each backend and token count
+    search_within a backend's settings are searched where its own one takes at most this many times
+                  the fastest backend's own; infinite: always
     budget_s      wall time of the sweep, shared among the token counts; None: as long as it takes
     seed          of activations, routing and search
     resume        skip what the store already has for this device, software and way of timing
@@ -56,6 +58,7 @@ class SweepSettings:
     backends: tuple[str, ...] = ()
     allow_a8: bool = False
     trials: int = 32
+    search_within: float = 1.5
     budget_s: float | None = None
     seed: int = 0
     resume: bool = True
@@ -79,6 +82,10 @@ class SweepSettings:
         if self.trials < 1:
             raise AutoselError(
                 field_error("SweepSettings.trials", "value", self.trials, "at least 1")
+            )
+        if not self.search_within >= 1:
+            raise AutoselError(
+                field_error("SweepSettings.search_within", "value", self.search_within, "1 or more")
             )
         if self.budget_s is not None and not self.budget_s > 0:
             raise AutoselError(
@@ -151,6 +158,22 @@ class SweepResult:
     outcomes: tuple[Decision | NothingUsable, ...]
     ceilings: Ceilings | None = None
     cuts: tuple[Cut, ...] = ()
+    #: Backends of which only the own setting was tried, being too slow, by token count.
+    unsearched: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+    @property
+    def unsearched_text(self) -> str:
+        """Which backends were not searched, and where; "" where all were."""
+        counts: dict[str, list[int]] = {}
+        for count, names in self.unsearched:
+            for name in names:
+                counts.setdefault(name, []).append(count)
+        everywhere = len(self.outcomes)
+        said = [
+            name if len(at) == everywhere else f"{name} (at {', '.join(map(str, at))} tokens)"
+            for name, at in sorted(counts.items())
+        ]
+        return f"own setting only, too slow to search: {', '.join(said)}" if said else ""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

@@ -68,6 +68,10 @@ class Case:
         return replace(self, x=self.x[index], routing=routing, judged=self.judged.rows(index))
 
 
+#: A call to judge: its name, GLOBAL routing and x ``[M, H]`` in the act dtype.
+Call = tuple[str, Routing, torch.Tensor]
+
+
 def full_token_counts(edges: Iterable[int] = ()) -> tuple[int, ...]:
     """:data:`FULL_TOKEN_COUNTS` and the ``edges`` of a sweep's buckets that are not too large."""
     return tuple(sorted({*FULL_TOKEN_COUNTS, *(m for m in edges if 0 < m <= LARGEST_EDGE)}))
@@ -82,6 +86,7 @@ def make_cases(
     seed: int = 0,
     accuracies: Sequence[AccuracyClass] = ("exact", "a8"),
     dtype: torch.dtype | None = None,
+    beside: Sequence[Call] = (),
 ) -> list[Case]:
     """Judged inputs on the experts' device: every expert is hit, every kind of slot occurs.
 
@@ -89,7 +94,8 @@ def make_cases(
     cases of :data:`SPECIAL`. Activations are scaled so that the first GEMM gives numbers of
     order 1, with a few channels far larger, as in real models. ``dtype`` is that of the
     reference: float32 is a hundred times finer than 16-bit activations, which get it by
-    default; float32 activations get float64. One pass over the experts judges all cases.
+    default; float32 activations get float64. One pass over the experts judges all cases, and
+    ``beside`` the caller's own, which come first.
     """
     problem, device = experts.problem, experts.w13.codes.device
     plan = Plan(problem, seed, rank, min(max(token_counts, default=1), max(TOKEN_COUNTS)))
@@ -105,7 +111,7 @@ def make_cases(
         if x.isfinite().all():  # large numbers may not even fit the input
             ids, weights = routing.topk_ids.to(device), routing.topk_weights.to(device)
             kept.append((recipe, Routing(ids, weights), x.to(device)))
-    return _judged(experts, plan, kept, accuracies, dtype)
+    return _judged(experts, plan, kept, accuracies, dtype, beside)
 
 
 def _judged(
@@ -114,28 +120,34 @@ def _judged(
     kept: Sequence[tuple[Recipe, Routing, torch.Tensor]],
     accuracies: Sequence[AccuracyClass],
     dtype: torch.dtype | None,
+    beside: Sequence[Call],
 ) -> list[Case]:
     problem, device = experts.problem, experts.w13.codes.device
     whole = problem.num_local_experts == problem.num_experts
     expert_map = None if whole else local_map(problem, plan.rank, device=device)
     if dtype is None:
         dtype = torch.float64 if problem.act_dtype == "float32" else torch.float32
+    calls = [*beside, *((recipe.name, routing, x) for recipe, routing, x in kept)]
     together = Routing(
-        torch.cat([routing.topk_ids for _, routing, _ in kept]),
-        torch.cat([routing.topk_weights for _, routing, _ in kept]),
+        torch.cat([routing.topk_ids for _, routing, _ in calls]),
+        torch.cat([routing.topk_weights for _, routing, _ in calls]),
     )
-    xs = torch.cat([x for _, _, x in kept])
+    xs = torch.cat([x for _, _, x in calls])
     judged = judge(xs, experts, together, expert_map=expert_map, accuracies=accuracies, dtype=dtype)
-    counts = [len(x) for _, _, x in kept]
-    rivals: Iterable[torch.Tensor | None] = [None] * len(kept)
+    counts = [len(x) for _, _, x in calls]
+    rivals: Iterable[torch.Tensor | None] = [None] * len(calls)
     if problem.activation.name in RIVALS:
         other = replace(problem, activation=Activation(RIVALS[problem.activation.name]))
         wrong = moe(
             xs, replace(experts, problem=other), together, expert_map=expert_map, dtype=dtype
         )
         rivals = torch.split(wrong - judged.reference, counts)
-    cases = []
-    for (recipe, routing, x), part, rival in zip(kept, judged.split(counts), rivals, strict=True):
+    parts = list(zip(judged.split(counts), rivals, strict=True))
+    cases = [
+        Case(name, x, routing, expert_map, part)
+        for (name, routing, x), (part, _) in zip(beside, parts, strict=False)
+    ]
+    for (recipe, routing, x), (part, rival) in zip(kept, parts[len(beside) :], strict=True):
         large = recipe.name == LARGE_NUMBERS
         if recipe.is_large and not large and bool(part.overflows.any()):
             continue  # what we made too large for the type says nothing about a kernel

@@ -24,7 +24,8 @@ from autosel.interfaces import Backend
 from autosel.process_state import ProcessState
 from autosel.sources import WeightSource
 from autosel.timing import Timer, TimingSettings
-from autosel.trial import Bench, Known, blank_row
+from autosel.trial import Bench
+from autosel.trial_rows import Known, blank_row
 from autosel.tune_types import Observer, SweepSettings
 from autosel.verify_sizes import extreme_counts, full_counts, quick_counts
 from autosel.verify_suite import extreme_problem
@@ -118,6 +119,11 @@ class WorkerBench:
             self._problem, self._settings, self._device, candidate, num_tokens, status, why
         )
 
+    def prepare(self) -> None:
+        """Start a worker in the background: its imports take seconds."""
+        if self._worker is None and self._spare is None:
+            self._spare = Worker(self._limits, self._cases)
+
     def load(self) -> None:
         """Have a worker with weights ready; what cannot be read is the caller's error."""
         if not self._loaded:
@@ -125,15 +131,20 @@ class WorkerBench:
             self._ask(Load(), "load")
             self._loaded = self._cases_saved = True
 
-    def compile_ahead(self, backend: Backend, points: Sequence[Params], num_tokens: int) -> None:
-        """Begin to compile several settings' kernels, where the backend can do so ahead of time."""
+    def compile_ahead(
+        self, backend: Backend, points: Sequence[Params], num_tokens: int, *, verify: bool = True
+    ) -> None:
+        """Begin to compile several settings' kernels, where the backend can do so ahead of time.
+
+        ``verify``: also those that only the quick set's calls need.
+        """
         if not compiles_ahead(backend):
             return
         for params in points:
             with contextlib.suppress(*CAUGHT):  # the attempt will tell
                 candidate = self.candidate(backend, params)
                 counts = [num_tokens]
-                if candidate not in self._known.verdicts:  # else it is not verified again
+                if verify and candidate not in self._known.verdicts:  # else never again
                     counts += [m for m in quick_counts(self._problem) if m != num_tokens]
                 self._compile(candidate, self._problem, counts, num_tokens)
 
@@ -163,7 +174,7 @@ class WorkerBench:
         if self._pool is not None:
             self._pool.drop(self._wanted.pop(num_tokens, []))
 
-    def attempt(self, candidate: Candidate, num_tokens: int) -> Measurement:
+    def attempt(self, candidate: Candidate, num_tokens: int, *, verify: bool = True) -> Measurement:
         """Pack, call once and verify; "ok" means ready for :meth:`time`, without times yet."""
         self.load()
         if candidate.backend in self._unsendable:
@@ -171,7 +182,7 @@ class WorkerBench:
                 candidate, num_tokens, "unsupported", self._unsendable[candidate.backend]
             )
         self.compiled([candidate], num_tokens)
-        job = Attempt(candidate.backend, candidate.params_dict, num_tokens)
+        job = Attempt(candidate.backend, candidate.params_dict, num_tokens, verify)
         try:
             done = self._ask(job, "pack")
         except WorkerDiedError as death:

@@ -28,7 +28,8 @@ from autosel.failures import one_line
 from autosel.interfaces import Backend
 from autosel.residency import RESERVE_BYTES
 from autosel.timing import timer_for
-from autosel.trial import Bench, JudgedInputs, Known
+from autosel.trial import Bench
+from autosel.trial_rows import JudgedInputs, Known
 from autosel.tune_types import Observer
 from autosel.worker_beat import NOBODY, Beat
 from autosel.worker_wire import (
@@ -166,7 +167,7 @@ class _Server:
         self._limit_memory()
         if isinstance(job, Attempt):
             candidate = self._bench.candidate(self._backend(job.backend), job.params)
-            row = self._bench.attempt(candidate, job.num_tokens)
+            row = self._bench.attempt(candidate, job.num_tokens, verify=job.verify)
             known = self._bench.known
             new = {k: v for k, v in known.verdicts.items() if k == candidate}
             return Attempted(row, Known(new, known.audited))

@@ -26,7 +26,7 @@ from autosel.interfaces import Backend
 from autosel.process_state import ProcessState
 from autosel.sources import WeightSource
 from autosel.timing import TimingSettings
-from autosel.trial import Known
+from autosel.trial_rows import Known
 from autosel.tune_types import SweepSettings
 
 # jobs, parent to worker -------------------------------------------------------------------------
@@ -70,11 +70,12 @@ class Compile:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Pack, call and verify one candidate."""
+    """Pack, call and, where ``verify``, judge one candidate on the quick set."""
 
     backend: str
     params: Params
     num_tokens: int
+    verify: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import click
 import pytest
 
 from autosel.cli import options
-from autosel.core import Decision
+from autosel.core import Decision, Params
 from autosel.deadline import LEAST_S, Deadline
 from autosel.errors import AutoselError
 from autosel.interfaces import Space
@@ -88,7 +88,10 @@ def test_a_search_ends_with_its_share_and_says_how_far_it_came() -> None:
         if not clock.timing:
             clock.seconds += 0.02
 
-    with registered(tuned=FakeBackend(clock, 100.0, space=space, before=slow)):
+    def better_and_better(routing: object, params: Params) -> float:
+        return 100.0 - 2 * int(params["n"] or 0)  # so that nothing else ends the search
+
+    with registered(tuned=FakeBackend(clock, better_and_better, space=space, before=slow)):
         result = run(clock, token_counts=(4,), budget_s=6.0, trials=40)
     (cut,) = result.cuts
     assert "search ended after" in cut.text

@@ -330,7 +330,7 @@ def test_a_search_tries_the_files_settings_first(tmp_path, monkeypatch):
     values = tuple(range(16))
     space = Space({"a": 0, "b": 0}, {"a": values, "b": values})
     points = StartingPoints({8: {"a": 11, "b": 13}, 999: {"a": 1}}, backend="searched")
-    monkeypatch.setattr("autosel.tune_trials.read_tuned", lambda path: points)
+    monkeypatch.setattr("autosel.tune_search.read_tuned", lambda path: points)
 
     def us(routing, params) -> float:
         return 10.0 if (params["a"], params["b"]) == (11, 13) else 100.0

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import quarantine, residency, trial, tune_trials
+from autosel import quarantine, residency, trial, tune_search
 from autosel.core import (
     Candidate,
     CanonicalExperts,
@@ -683,7 +683,7 @@ def test_a_large_space_is_searched_and_its_best_is_timed_in_full() -> None:
     assert log.fresh == []
     good = [m for m in result.measurements if m.status == "ok"]
     assert all(len(m.times_us) == 12 for m in good), "finalists are timed in full"
-    assert len(good) <= tune_trials.FINALISTS + 1
+    assert len(good) <= tune_search.FINALISTS + 1
     assert any(m.candidate.params_dict == {"m": 0, "n": 0} for m in good), "the default is there"
     assert all(p["m"] != 11 for p in ran)
     failed = [m for m in result.measurements if m.status == "failed"]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import error_scale, tune_inputs, verify, verify_cases
+from autosel import error_scale, verify, verify_cases
 from autosel.sources import RandomSource
 from autosel.timing import TimingSettings
 from autosel.trial import Bench
@@ -40,7 +40,7 @@ class Counted:
             self.calls[f"{backend.name}: {case.name}"] += 1
             return guarded(backend, packed, params, case, *args)
 
-        for module in (error_scale, tune_inputs, verify_cases):
+        for module in (error_scale, verify_cases):
             monkeypatch.setattr(module, "judge", counted_judge)
         monkeypatch.setattr(verify, "audit", counted_audit)
         monkeypatch.setattr(verify, "run_guarded", counted_call)
@@ -52,7 +52,7 @@ def bench(clock: Clock, **options: Any) -> Bench:
     return Bench(source, settings, CPU, TOKENS, clock, Observer(), **options)
 
 
-def test_each_case_runs_twice_and_each_layout_is_audited_once(
+def test_each_case_runs_twice_and_a_layout_is_audited_once_for_who_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whatever the number of token counts, and of candidates that read a layout."""
@@ -66,19 +66,26 @@ def test_each_case_runs_twice_and_each_layout_is_audited_once(
         made = bench(clock)
         for tokens in TOKENS:
             for backend in fakes.values():
-                assert made.attempt(made.candidate(backend, {}), tokens).status == "ok"
+                row = made.attempt(made.candidate(backend, {}), tokens)
+                assert row.status == "ok"
+    assert counted.audits == 0
     names = [case.name for case in make_cases(RandomSource(PROBLEM).load())]
     expected = {f"{backend}: {name}": 2 for backend in fakes for name in names}
     assert counted.calls == expected
-    assert counted.audits == 2
     assert [backend.calls for backend in fakes.values()] == [
         # One more for each token count, and none for the case without tokens.
         len(TOKENS) + 2 * (len(names) - 1)
     ] * 3
+    with registered(**fakes):
+        for backend in fakes.values():
+            for _ in range(2):
+                row = made.row(made.candidate(backend, {}), TOKENS[0], "ok", "")
+                assert made.prove(row).certificate.status == "ok"
+    assert counted.audits == 2
 
 
 def test_right_results_are_worked_out_once_and_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One pass for what is timed and one for the cases; float64 is for weights that need it, and
+    """One pass for what is timed and for the cases; float64 is for weights that need it, and
     tokens of nothing but zeros are no such reason."""
     counted, clock = Counted(monkeypatch), Clock()
     taken: list[Any] = []
@@ -93,7 +100,7 @@ def test_right_results_are_worked_out_once_and_in_float32(monkeypatch: pytest.Mo
             made.load()
             made.load()
     cases = sum(len(case.x) for case in taken[0][1])
-    assert counted.judged == [(sum(TOKENS), torch.float32), (cases, torch.float32)]
+    assert counted.judged == [(sum(TOKENS) + cases, torch.float32)]
 
 
 def test_numbers_too_small_for_float32_are_judged_in_float64() -> None:

@@ -57,7 +57,12 @@ _LEAST_BUDGET_S = 0.01
 )  # fmt: skip
 @click.option(
     "--trials", type=click.IntRange(1), metavar="N", default=32, show_default=True,
-    help="Settings tried for each backend and token count.",
+    help="The most settings tried for each backend and token count.",
+)  # fmt: skip
+@click.option(
+    "--search-within", type=Number(1, 1e9), default=1.5, show_default=True, metavar="RATIO",
+    help="Search settings of backends whose own setting takes at most this many times the fastest "
+    "backend's.",
 )  # fmt: skip
 @click.option(
     "--budget", type=budget, metavar="TIME", show_default="as long as it takes",
@@ -111,6 +116,7 @@ def command(
     backends: tuple[str, ...],
     allow_a8: bool,
     trials: int,
+    search_within: float,
     budget: Budget | None,
     wait_quiet: float | None,
     start_from: str | None,
@@ -153,6 +159,7 @@ def command(
         backends=tuple(registry.get(name).name for name in backends),
         allow_a8=allow_a8,
         trials=budget.trials if budget and budget.trials else trials,
+        search_within=search_within,
         budget_s=budget.seconds if budget else None,
         seed=seed,
         start_from=start_from or "",
@@ -256,6 +263,7 @@ def _report(
             parts.append(copies_line(result.decisions, result.measurements))
         if plan is not None:
             parts += short_lines(plan)
+        parts += [result.unsearched_text]
         parts += [cut.text for cut in result.cuts]
         answers.append(
             {
@@ -272,6 +280,7 @@ def _report(
                     for item in result.outcomes
                     if item not in result.decisions
                 ],
+                "unsearched": {str(count): list(names) for count, names in result.unsearched},
                 "cut": [{**asdict(cut), "text": cut.text} for cut in result.cuts],
                 "measurements": [measurement_dict(item) for item in result.measurements],
             }
