@@ -27,6 +27,27 @@ from autosel.interfaces import PackedExperts
 _THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 7): 1536, (8, 9): 1536, (12, 0): 1536, (12, 1): 1536}
 #: 32-bit registers of a multiprocessor, there: the same for all of capability 7.5 to 12.1.
 _REGISTERS = 64 << 10
+#: What the record below tells of a device.
+KNOWN = (
+    "name",
+    "is_ppu",
+    "sm_count",
+    "sm_major",
+    "sm_minor",
+    "sm_version",
+    "max_smem_size",
+    "max_threads_per_sm",
+    "max_registers_per_sm",
+)
+#: What it was asked for beyond that: a caller that survives the answer has gone another way than
+#: it would with the device, and what it made must not be kept.
+missed: set[str] = set()
+
+
+class _Record(SimpleNamespace):
+    def __getattr__(self, name: str) -> Any:
+        missed.add(name)
+        raise AttributeError(f"{name} of the device is not known before it is opened")
 
 
 def record(device: Device) -> SimpleNamespace:
@@ -35,7 +56,7 @@ def record(device: Device) -> SimpleNamespace:
         if getattr(device, name) is None:
             raise UnsupportedError(field_error("humming", f"device's {name}", None, "a number"))
     major, minor = device.capability or (0, 0)
-    return SimpleNamespace(
+    return _Record(
         index=0,
         name=device.name,
         is_ppu=False,

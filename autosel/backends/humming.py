@@ -19,8 +19,9 @@ import torch
 
 from autosel import triton_offline, workspace
 from autosel.align import expert_ranks
-from autosel.backends import _humming_offline, _package, _rules
+from autosel.backends import _humming_choices, _humming_offline, _package, _rules
 from autosel.backends._batches import fill
+from autosel.backends._humming_choices import DISTRIBUTION, Asked
 from autosel.backends._steps import activate_into, reduce_into, slot_rows
 from autosel.backends._vllm_align import align
 from autosel.backends.marlin import Workspaces
@@ -36,7 +37,7 @@ KINDS = ("indexed", "grouped_contiguous")
 MASKED = "grouped_masked"
 GROUP_SIZES = (16, 32, 64, 128)
 ROWS_FACTORS = (1.0, 0.25, 0.5, 2.0, 4.0)
-_DISTRIBUTION = "humming-kernels"
+GEMMS = ("w13", "w2")
 #: What is used of the package, by module.
 _USED = {
     "humming.forward": ("humming_forward",),
@@ -51,7 +52,7 @@ LOCKS = Workspaces(per_multiprocessor=8)
 def package() -> dict[str, Any]:
     """The functions used of the package, by name. Raises UnsupportedError, in one line."""
     return {
-        name: _package.member(f"package {_DISTRIBUTION}, {module}", module, name, "a function")
+        name: _package.member(f"package {DISTRIBUTION}, {module}", module, name, "a function")
         for module, names in _USED.items()
         for name in names
     }
@@ -62,7 +63,7 @@ class Humming(Backend):
 
     name: ClassVar[str] = "humming"
     summary: ClassVar[str] = "just-in-time compiled kernels of humming-kernels"
-    distributions: ClassVar[tuple[str, ...]] = (_DISTRIBUTION,)
+    distributions: ClassVar[tuple[str, ...]] = (DISTRIBUTION,)
     kinds: ClassVar[tuple[str, ...]] = KINDS
 
     def available(self, device: Device) -> Support:
@@ -70,8 +71,8 @@ class Humming(Backend):
         cuda = needs.one_of("device", device.kind, ("cuda",))
         if cuda:
             cuda = _rules.capability_at_least(needs, device, (7, 5))
-        install = f"pip install '{_DISTRIBUTION}[cu13]' (or [cu12])"
-        _package.require(needs, _DISTRIBUTION, "humming", install, package if cuda else None)
+        install = f"pip install '{DISTRIBUTION}[cu13]' (or [cu12])"
+        _package.require(needs, DISTRIBUTION, "humming", install, package if cuda else None)
         return needs.support
 
     def supports(self, problem: Problem, device: Device) -> Support:
@@ -108,6 +109,16 @@ class Humming(Backend):
         triton_offline.launches_compile(device)
         x, routing, out = triton_offline.meta_call(problem, num_tokens)
         packed = _humming_offline.meta_packed(self.layout(problem, params).key, problem)
+        kind = self._kind(params)
+        # Helpers start with the same kind all at once: who finds both its lists taken computes
+        # those of the next kind instead of waiting.
+        kinds = (kind, *(other for other in self.kinds if other != kind))
+        asked = [
+            Asked(layer_config(problem, name, str(x.device)), one)
+            for one in kinds
+            for name in GEMMS
+        ]
+        _humming_choices.choices(package()["get_heuristics_config"], asked[0], asked[1:])
         self.run(packed, x, routing, params, out)
 
     def compiled_counts(
@@ -125,18 +136,21 @@ class Humming(Backend):
         params: Params,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        kind = str(params.get("kind", self.kinds[0]))
-        if kind not in self.kinds:
-            raise UnsupportedError(field_error(self.name, "kind", kind, " or ".join(self.kinds)))
-        problem = packed.problem
+        kind, problem = self._kind(params), packed.problem
         share = -(-x.shape[0] * problem.top_k * problem.num_local_experts // problem.num_experts)
         rows = max(1, round(share * float(str(params.get("rows_factor", 1.0)))))
-        plans = tuple(gemm_plan(problem, name, kind, rows, str(x.device)) for name in ("w13", "w2"))
+        plans = tuple(gemm_plan(problem, name, kind, rows, str(x.device)) for name in GEMMS)
         try:
             return _RUN[kind](packed, x, routing, plans, share, out)
         except Exception:
             LOCKS.renew(x.device)
             raise
+
+    def _kind(self, params: Params) -> str:
+        kind = str(params.get("kind", self.kinds[0]))
+        if kind not in self.kinds:
+            raise UnsupportedError(field_error(self.name, "kind", kind, " or ".join(self.kinds)))
+        return kind
 
 
 @dataclass(frozen=True)
@@ -166,14 +180,9 @@ def gemm_plan(problem: Problem, name: str, kind: str, rows: int, device: str) ->
 
 @functools.lru_cache(maxsize=256)
 def _choices(problem: Problem, name: str, kind: str, device: str) -> list[Any]:
-    return list(
-        package()["get_heuristics_config"](
-            layer_config=layer_config(problem, name, device),
-            use_f16_accum=False,
-            use_batch_invariant=False,
-            gemm_type=kind,
-        )
-    )
+    names = (name, *(other for other in GEMMS if other != name))
+    asked = [Asked(layer_config(problem, one, device), kind) for one in names]
+    return _humming_choices.choices(package()["get_heuristics_config"], asked[0], asked[1:])
 
 
 @functools.lru_cache(maxsize=256)

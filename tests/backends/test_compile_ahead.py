@@ -176,14 +176,24 @@ scheme = QuantScheme(4, 64, True, has_g_idx=sys.argv[1] == "order", scale_dtype=
 problem = Problem(8, 8, 2, 256, 128, scheme, scheme)
 from autosel.backends.batched_humming import BatchedHumming
 from autosel.backends.humming import Humming
+from autosel.backends import _humming_choices
+made, order = _humming_choices.choices, []
+
+def choices(heuristics, asked, meanwhile):
+    order.append([[one.layer.shape_k, one.kind] for one in (asked, *meanwhile)])
+    return made(heuristics, asked, meanwhile)
+
+_humming_choices.choices = choices
 found = {}
 for backend in (Humming(), BatchedHumming()):
     for kind in backend.kinds:
         for count in backend.compiled_counts(problem, {}, (1, 64), H200):
             HummingKernel.asked.clear()
+            order.clear()
             params = {"kind": kind, "rows_factor": 1.0}
             backend.compile_ahead(problem, params, count, H200)
             found[f"{kind} {count}"] = list(HummingKernel.asked)
+            found[f"{kind} {count} lists"] = order[0]
 assert not torch.cuda.is_initialized()
 print(json.dumps(found))
 """
@@ -203,6 +213,11 @@ def test_humming_is_asked_for_both_gemms_of_each_token_count(order: str, tmp_pat
                 for layer, block in zip(layers, blocks, strict=True)
             ]
             assert found[f"{kind} {count}"] == expected
+            # Who finds a list taken computes the other GEMM's, then those of the other kind.
+            kinds = [kind, *{"indexed", "grouped_contiguous"}.difference({kind})]
+            kinds = kinds[: 1 if kind == "grouped_masked" else 2]
+            lists = [[k, one] for one in kinds for k in (256, 128)]
+            assert found[f"{kind} {count} lists"] == lists
     built = {path.stem for path in (tmp_path / "cache").rglob("*.cubin")}
     assert {"activation_kernel", "reduce_kernel"} <= built
     assert ("gather_inputs" in built) == (order == "order")

@@ -6,13 +6,15 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from autosel import reference
-from autosel.backends import humming
+from autosel.backends import _humming_choices, _humming_offline, humming
 from autosel.backends.batched_humming import BatchedHumming
 from autosel.backends.humming import MASKED, Humming
 from autosel.core import Device, Problem, QuantWeight
@@ -158,13 +160,16 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             "humming.tune": {"get_heuristics_config": get_heuristics_config},
         },
     )
-    caches = (humming.package, humming.gemm_plan, humming.layer_config, humming._choices)
-    for cached in caches:
-        cached.cache_clear()
+    forget()
     without_vllm(monkeypatch)
     calls.clear()
     yield
-    for cached in caches:
+    forget()
+
+
+def forget() -> None:
+    """What a new process does not know."""
+    for cached in (humming.package, humming.gemm_plan, humming.layer_config, humming._choices):
         cached.cache_clear()
 
 
@@ -205,6 +210,51 @@ def test_rows_factor_picks_another_interval(factor: float, block: int) -> None:
     check(CASES["plain"], 6, kind="indexed", rows_factor=factor)
     assert calls[0]["block"] == block
     assert calls[0]["valid_shape_m"] == 12
+
+
+def test_configurations_are_computed_once_for_all_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """See test_humming_choices.py; here: it is what the backend asks, and both GEMMs' lists."""
+    computed: list[tuple[int, str]] = []
+
+    def counts(layer_config: Any, gemm_type: str, **options: Any) -> Any:
+        computed.append((layer_config.shape_k, gemm_type))
+        return get_heuristics_config(layer_config, gemm_type=gemm_type, **options)
+
+    monkeypatch.setattr(_humming_choices, "_sources", lambda: "0.1.19")
+    monkeypatch.setenv("AUTOSEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(LayerConfig, "to_str", lambda layer: repr(layer), raising=False)
+    monkeypatch.setattr(sys.modules["humming.tune"], "get_heuristics_config", counts)
+    record = _humming_offline.record(H200)
+    device = SimpleNamespace(DeviceInfo=lambda: record)
+    monkeypatch.setitem(sys.modules, "humming.device", device)
+    seen = []
+    for _ in range(2):
+        forget()
+        calls.clear()
+        check(CASES["plain"], 6, kind="indexed")
+        adapters.check(BATCHED, CASES["plain"])
+        seen.append([dict(call) for call in calls])
+    assert seen[0] == seen[1]
+    assert computed == [(k, kind) for kind in ("indexed", MASKED) for k in (256, 128)]
+
+
+def test_while_one_gemms_list_is_computed_elsewhere_the_others_is_computed_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def notes(heuristics: Any, own: Any, meanwhile: Any) -> Any:
+        asked.append(tuple((one.layer.shape_k, one.kind) for one in (own, *meanwhile)))
+        return heuristics(own.layer, gemm_type=own.kind)
+
+    monkeypatch.setattr(_humming_choices, "choices", notes)
+    check(CASES["plain"], 6, kind="indexed")
+    assert asked == [
+        ((256, "indexed"), (128, "indexed")),
+        ((128, "indexed"), (256, "indexed")),
+    ]
 
 
 def test_space() -> None:
