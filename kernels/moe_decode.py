@@ -49,6 +49,80 @@ def _dot_pieces(p, s, z, xv, B0: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
 
 
 @triton.jit
+def _weight_places(w_ptr, tile, piece, K: tl.constexpr, KQ: tl.constexpr, C: tl.constexpr,
+                   NG: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):  # fmt: skip
+    """Pointers to the first words ``[B, R, C, 32 BITS]``, the first input of each batch and the
+    places of the first scales ``[1 or B, R, NG, 8]``, for row tiles ``[1 or B, R]`` and pieces of
+    K ``[B]``."""
+    WORDS: tl.constexpr = 32 * BITS  # words in one 16 x 64 tile
+    wp = (
+        w_ptr
+        + tile[:, :, None, None] * (K // 64 * WORDS)
+        + piece[:, None, None, None] * (KQ // 64 * WORDS)
+        + tl.arange(0, C)[None, None, :, None] * WORDS
+        + tl.arange(0, WORDS)[None, None, None, :]
+    )
+    group0 = piece[:, None, None, None] * KQ
+    pair = tile[:, :, None, None] * (K // GROUP * 8) + tl.arange(0, NG)[
+        None, None, :, None
+    ] * 8 + tl.arange(0, 8)[None, None, None, :]  # fmt: skip
+    return wp, group0, pair
+
+
+@triton.jit
+def _requested(wp, s_ptr, z_ptr, xp, group0, pair, NIT: tl.constexpr, C: tl.constexpr,
+               KW: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr,
+               SYM: tl.constexpr):  # fmt: skip
+    """Words, scales, zero points and inputs of all steps, in registers; no inputs without xp."""
+    ps = ()
+    for it in tl.static_range(NIT):
+        ps = ps + (tl.load(wp + it * (C * 32 * BITS)),)
+    ss = ()
+    zs = ()
+    xs = ()
+    for it in tl.static_range(NIT):
+        so = pair + (group0 + it * KW) // GROUP * 8
+        ss = ss + (tl.load(s_ptr + so),)
+        if SYM:
+            zs = zs + (0,)
+        else:
+            zs = zs + (tl.load(z_ptr + so),)
+        if xp is not None:
+            xs = xs + (tl.load(xp + it * KW),)
+    return ps, ss, zs, xs
+
+
+@triton.jit
+def _dot_requested(acc, ps, ss, zs, xs, NIT: tl.constexpr, B0: tl.constexpr, R: tl.constexpr,
+                   C: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr, BITS: tl.constexpr,
+                   SYM: tl.constexpr, FP16: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """The products of what :func:`_requested` gave, added to ``acc``."""
+    for it in tl.static_range(NIT):
+        acc += _dot_pieces(ps[it], ss[it], zs[it], xs[it], B0, R, C, GROUP, SUB, BITS, SYM,
+                           FP16, ASM)  # fmt: skip
+    return acc
+
+
+@triton.jit
+def _dot_pipelined(acc, wp, s_ptr, z_ptr, xp, served, group0, pair, STAGES: tl.constexpr,
+                   NIT: tl.constexpr, KW: tl.constexpr, B0: tl.constexpr, R: tl.constexpr,
+                   C: tl.constexpr, GROUP: tl.constexpr, SUB: tl.constexpr, BITS: tl.constexpr,
+                   SYM: tl.constexpr, FP16: tl.constexpr, ASM: tl.constexpr):  # fmt: skip
+    """Load and multiply step by step, added to ``acc``; inputs that are not served are 0."""
+    for it in tl.range(0, NIT, num_stages=STAGES):
+        so = pair + (group0 + it * KW) // GROUP * 8
+        p = tl.load(wp + it * (C * 32 * BITS))
+        s = tl.load(s_ptr + so)
+        z = 0 if SYM else tl.load(z_ptr + so)
+        if served is None:
+            xv = tl.load(xp + it * KW)
+        else:
+            xv = tl.load(xp + it * KW, mask=served[:, None], other=0.0)
+        acc += _dot_pieces(p, s, z, xv, B0, R, C, GROUP, SUB, BITS, SYM, FP16, ASM)
+    return acc
+
+
+@triton.jit
 def decode_gate_up(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, ids_ptr, h_ptr,
                    K: tl.constexpr, NR: tl.constexpr, E: tl.constexpr, GROUP: tl.constexpr,
                    XDIV: tl.constexpr, BITS: tl.constexpr, SYM: tl.constexpr, BIAS: tl.constexpr,
@@ -68,7 +142,6 @@ def decode_gate_up(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, ids_ptr, h_ptr,
     if (e < 0) | (e >= E):
         return
     FP16: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
-    WORDS: tl.constexpr = 32 * BITS  # words in one 16 x 64 tile
     C: tl.constexpr = KW // 64
     NG: tl.constexpr = KW // GROUP if KW >= GROUP else 1
     NB: tl.constexpr = KW // SUB
@@ -77,17 +150,7 @@ def decode_gate_up(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, ids_ptr, h_ptr,
     ks = tl.arange(0, KS)
     r = tl.arange(0, R)
     tile = e * (NR // 16) + rt * R + r  # [R] row tiles of this expert
-    wp = (
-        w_ptr
-        + tile[None, :, None, None] * (K // 64 * WORDS)
-        + ks[:, None, None, None] * (KQ // 64 * WORDS)
-        + tl.arange(0, C)[None, None, :, None] * WORDS
-        + tl.arange(0, WORDS)[None, None, None, :]
-    )  # [KS, R, C, WORDS]
-    group0 = ks[:, None, None, None] * KQ  # first input of the warp
-    pair = tile[None, :, None, None] * (K // GROUP * 8) + tl.arange(0, NG)[
-        None, None, :, None
-    ] * 8 + tl.arange(0, 8)[None, None, None, :]  # [1, R, NG, 8]  # fmt: skip
+    wp, group0, pair = _weight_places(w_ptr, tile[None, :], ks, K, KQ, C, NG, GROUP, BITS)
     bb = tl.arange(0, NB * KS)
     xp = (
         x_ptr
@@ -96,31 +159,13 @@ def decode_gate_up(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, ids_ptr, h_ptr,
     )  # [NB KS, SUB]
     acc = tl.zeros([NB * KS, R * 16, 8], tl.float32)
     if STAGES == 0:
-        ps = ()
-        for it in tl.static_range(NIT):
-            ps = ps + (tl.load(wp + it * (C * WORDS)),)
-        ss = ()
-        zs = ()
-        xs = ()
-        for it in tl.static_range(NIT):
-            so = pair + (group0 + it * KW) // GROUP * 8
-            ss = ss + (tl.load(s_ptr + so),)
-            if SYM:
-                zs = zs + (0,)
-            else:
-                zs = zs + (tl.load(z_ptr + so),)
-            xs = xs + (tl.load(xp + it * KW),)
-        for it in tl.static_range(NIT):
-            acc += _dot_pieces(ps[it], ss[it], zs[it], xs[it], KS, R, C, GROUP, SUB, BITS, SYM,
-                               FP16, ASM)  # fmt: skip
+        ps, ss, zs, xs = _requested(
+            wp, s_ptr, z_ptr, xp, group0, pair, NIT, C, KW, GROUP, BITS, SYM
+        )
+        acc = _dot_requested(acc, ps, ss, zs, xs, NIT, KS, R, C, GROUP, SUB, BITS, SYM, FP16, ASM)
     else:
-        for it in tl.range(0, NIT, num_stages=STAGES):
-            so = pair + (group0 + it * KW) // GROUP * 8
-            p = tl.load(wp + it * (C * WORDS))
-            s = tl.load(s_ptr + so)
-            z = 0 if SYM else tl.load(z_ptr + so)
-            xv = tl.load(xp + it * KW)
-            acc += _dot_pieces(p, s, z, xv, KS, R, C, GROUP, SUB, BITS, SYM, FP16, ASM)
+        acc = _dot_pipelined(acc, wp, s_ptr, z_ptr, xp, None, group0, pair, STAGES, NIT, KW,
+                             KS, R, C, GROUP, SUB, BITS, SYM, FP16, ASM)  # fmt: skip
     v = _rows_of(acc, ASM, FP16)  # [16 R]
     if BIAS:
         v += tl.load(b_ptr + e * NR + rt * (R * 16) + tl.arange(0, R * 16))
@@ -146,7 +191,6 @@ def decode_down(h_ptr, w_ptr, s_ptr, z_ptr, b_ptr, ids_ptr, weights_ptr, out_ptr
     rt = tl.program_id(0)
     token = tl.program_id(1)
     FP16: tl.constexpr = h_ptr.dtype.element_ty == tl.float16
-    WORDS: tl.constexpr = 32 * BITS
     C: tl.constexpr = KW // 64
     NG: tl.constexpr = KW // GROUP if KW >= GROUP else 1
     NB: tl.constexpr = KW // SUB
@@ -159,30 +203,11 @@ def decode_down(h_ptr, w_ptr, s_ptr, z_ptr, b_ptr, ids_ptr, weights_ptr, out_ptr
     e = tl.where((ids >= 0) & (ids < E), ids, 0).to(tl.int64)  # [B0]; unserved: weight 0 below
     r = tl.arange(0, R)
     tile = e[:, None] * (NR // 16) + rt * R + r[None, :]  # [B0, R]
-    wp = (
-        w_ptr
-        + tile[:, :, None, None] * (K // 64 * WORDS)
-        + (b0 % KS)[:, None, None, None] * (KQ // 64 * WORDS)
-        + tl.arange(0, C)[None, None, :, None] * WORDS
-        + tl.arange(0, WORDS)[None, None, None, :]
-    )  # [B0, R, C, WORDS]
-    group0 = (b0 % KS)[:, None, None, None] * KQ
-    pair = tile[:, :, None, None] * (K // GROUP * 8) + tl.arange(0, NG)[
-        None, None, :, None
-    ] * 8 + tl.arange(0, 8)[None, None, None, :]  # [B0, R, NG, 8]  # fmt: skip
+    wp, group0, pair = _weight_places(w_ptr, tile, b0 % KS, K, KQ, C, NG, GROUP, BITS)
     if STAGES == 0:  # all weights into registers before anything waits
-        ps = ()
-        ss = ()
-        zs = ()
-        for it in tl.static_range(NIT):
-            ps = ps + (tl.load(wp + it * (C * WORDS)),)
-        for it in tl.static_range(NIT):
-            so = pair + (group0 + it * KW) // GROUP * 8
-            ss = ss + (tl.load(s_ptr + so),)
-            if SYM:
-                zs = zs + (0,)
-            else:
-                zs = zs + (tl.load(z_ptr + so),)
+        ps, ss, zs, _ = _requested(
+            wp, s_ptr, z_ptr, None, group0, pair, NIT, C, KW, GROUP, BITS, SYM
+        )
     bb = tl.arange(0, NB * B0)
     c1 = bb % B0 // KS
     slot = token * TOPK + c1
@@ -202,17 +227,10 @@ def decode_down(h_ptr, w_ptr, s_ptr, z_ptr, b_ptr, ids_ptr, weights_ptr, out_ptr
         hs = ()
         for it in tl.static_range(NIT):
             hs = hs + (tl.load(hp + it * KW, mask=served[:, None], other=0.0),)
-        for it in tl.static_range(NIT):
-            acc += _dot_pieces(ps[it], ss[it], zs[it], hs[it], B0, R, C, GROUP, SUB, BITS, SYM,
-                               FP16, ASM)  # fmt: skip
+        acc = _dot_requested(acc, ps, ss, zs, hs, NIT, B0, R, C, GROUP, SUB, BITS, SYM, FP16, ASM)
     else:
-        for it in tl.range(0, NIT, num_stages=STAGES):
-            so = pair + (group0 + it * KW) // GROUP * 8
-            p = tl.load(wp + it * (C * WORDS))
-            s = tl.load(s_ptr + so)
-            z = 0 if SYM else tl.load(z_ptr + so)
-            hv = tl.load(hp + it * KW, mask=served[:, None], other=0.0)
-            acc += _dot_pieces(p, s, z, hv, B0, R, C, GROUP, SUB, BITS, SYM, FP16, ASM)
+        acc = _dot_pipelined(acc, wp, s_ptr, z_ptr, hp, served, group0, pair, STAGES, NIT, KW,
+                             B0, R, C, GROUP, SUB, BITS, SYM, FP16, ASM)  # fmt: skip
     v = _rows_of(acc * weight[:, None, None], ASM, FP16)  # [16 R]
     n = rt * (R * 16) + tl.arange(0, R * 16)
     if BIAS:
