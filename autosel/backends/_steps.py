@@ -12,7 +12,7 @@ import torch
 
 from autosel import workspace
 from autosel.activations import activate, constants
-from autosel.core import Activation
+from autosel.core import Activation, Problem
 
 _MAX_GRID_Y = 65535  # CUDA's limit for the second dimension of a grid
 
@@ -32,6 +32,21 @@ def activation_constants(activation: Activation) -> dict[str, Any]:
         "BETA": values.get("beta", 0.0),
         "LINEAR_BETA": values.get("linear_beta", 0.0),
     }
+
+
+def buffers(
+    problem: Problem, x: torch.Tensor, rows: int, inner: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the steps of a layer write: ``[rows, s * I]`` by the first GEMM, ``[rows, I]`` by the
+    activation, ``[rows, H]`` by the second GEMM.
+
+    In the dtype of x ``[M, H]``, with anything in them. ``inner`` is I where the weights are
+    packed with another than the problem's.
+    """
+    inner = problem.intermediate_size if inner is None else inner
+    widths = (problem.num_shards * inner, inner, x.shape[1])
+    h, a, y = (workspace.empty((rows, width), x.dtype, x.device) for width in widths)
+    return h, a, y
 
 
 def slot_rows(x: torch.Tensor, topk_ids: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

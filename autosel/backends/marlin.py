@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from autosel import workspace
 from autosel.align import Aligned
 from autosel.backends import _rules, _vllm_ops
-from autosel.backends._steps import activate_into, reduce_into, slot_rows
+from autosel.backends._steps import activate_into, buffers, reduce_into, slot_rows
 from autosel.backends._vllm_align import align
 from autosel.core import Device, Params, Problem, QuantScheme, Reason, Routing, Support
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
@@ -242,13 +241,8 @@ def gemms(
     ``inputs`` turns the rows of a GEMM into what the operator takes. Rows that no block names hold
     old memory in the result.
     """
-    problem, device = packed.problem, x.device
-    rows, hidden = x.shape
-    inner = padded_intermediate(problem)
-    slots = rows * top_k
-    h = workspace.empty((slots, problem.num_shards * inner), x.dtype, device)
-    a = workspace.empty((slots, inner), x.dtype, device)
-    y = workspace.empty((slots, hidden), x.dtype, device)
+    problem = packed.problem
+    h, a, y = buffers(problem, x, x.shape[0] * top_k, padded_intermediate(problem))
     try:
         first = inputs(packed, "w13", x) if inputs else (x, None)
         _gemm(packed, "w13", first, h, blocks, topk_weights, params, top_k, weight_first)
@@ -256,7 +250,7 @@ def gemms(
         second = inputs(packed, "w2", a) if inputs else (a, None)
         _gemm(packed, "w2", second, y, blocks, topk_weights, params, 1, weight_second)
     except Exception:
-        WORKSPACES.renew(device)
+        WORKSPACES.renew(x.device)
         raise
     return y
 

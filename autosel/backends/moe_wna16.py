@@ -12,10 +12,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from autosel import workspace
 from autosel.align import Aligned
 from autosel.backends import _rules, _vllm_ops
-from autosel.backends._steps import activate_into, reduce_into
+from autosel.backends._steps import activate_into, buffers, reduce_into
 from autosel.backends._vllm_align import align
 from autosel.core import Device, Params, Problem, Reason, Routing, Support
 from autosel.errors import UnsupportedError, field_error
@@ -92,15 +91,12 @@ class MoeWna16(Backend):
     ) -> torch.Tensor:
         problem, num_tokens = packed.problem, x.shape[0]
         settings = {**default_params(problem, num_tokens), **params}
-        top_k, inner = problem.top_k, problem.intermediate_size
-        slots, width = num_tokens * top_k, problem.num_shards * inner
-        _check_size(slots, max(width, x.shape[1]))
+        top_k, slots = problem.top_k, num_tokens * problem.top_k
+        _check_size(slots, max(problem.num_shards * problem.intermediate_size, x.shape[1]))
         blocks = align(
             routing.topk_ids, problem.num_local_experts, int(str(settings["BLOCK_SIZE_M"]))
         )
-        h = workspace.empty((slots, width), x.dtype, x.device)
-        a = workspace.empty((slots, inner), x.dtype, x.device)
-        y = workspace.empty((slots, x.shape[1]), x.dtype, x.device)
+        h, a, y = buffers(problem, x, slots)
         on_input, weights = problem.router_weight_on_input, routing.topk_weights
         _gemm(packed, "w13", x, h, blocks, weights if on_input else None, settings, top_k)
         activate_into(a, h, problem.activation)

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from autosel import triton_offline, workspace
+from autosel import triton_offline
 from autosel.align import Aligned
 from autosel.backends import _package, _rules
-from autosel.backends._steps import activate_into, reduce_into
+from autosel.backends._steps import activate_into, buffers, reduce_into
 from autosel.backends._vllm_align import align
 from autosel.core import Device, Params, Problem, Reason, Routing, Support
 from autosel.dtypes import torch_dtype
@@ -97,11 +97,8 @@ class Triton(Backend):
         problem, num_tokens = packed.problem, x.shape[0]
         settings = {**default_params(problem, num_tokens), **params}
         experts, top_k = problem.num_local_experts, problem.top_k
-        slots, inner = num_tokens * top_k, problem.intermediate_size
         blocks = align(routing.topk_ids, experts, int(str(settings["BLOCK_SIZE_M"])))
-        h = workspace.empty((slots, problem.num_shards * inner), x.dtype, x.device)
-        a = workspace.empty((slots, inner), x.dtype, x.device)
-        y = workspace.empty((slots, x.shape[1]), x.dtype, x.device)
+        h, a, y = buffers(problem, x, num_tokens * top_k)
         on_input, weights = problem.router_weight_on_input, routing.topk_weights
         _gemm(packed, "w13", x, h, blocks, weights, settings, top_k, on_input, False)
         activate_into(a, h, problem.activation)
