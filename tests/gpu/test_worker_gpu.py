@@ -20,6 +20,7 @@ from autosel.tune import sweep
 from autosel.tune_types import SweepSettings
 from autosel.worker_compile import CompilePool
 from autosel.worker_limits import StepLimits
+from autosel.worker_wire import Compile
 from tests.fakes import PROBLEM
 from tests.worker import misbehaving as m
 
@@ -136,8 +137,11 @@ def test_what_was_compiled_ahead_is_what_the_launch_looks_for(
         with open(tmp_path / "cases", "w+b") as cases:
             pool = CompilePool(StepLimits(), cases, most=1)
             try:
-                args = (backend.name, None, problem, device, [params], num_tokens)
-                assert pool.compile(*args)[0] is not None
+                (job,) = pool.submit(
+                    [Compile(backend.name, None, problem, params, num_tokens, device)]
+                )
+                pool.wait(lambda job=job: job.is_over)
+                assert job.ms is not None, f"nothing was compiled ahead at {num_tokens}"
             finally:
                 pool.close()
         ahead = {p.parent.name for p in (tmp_path / "cache").rglob("*.cubin")}
