@@ -7,6 +7,7 @@ adds that up instead of averaging it out. The leading singular directions of the
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -35,8 +36,7 @@ class Leading:
         """Of ``weight`` ``[N, K]``, by block power iteration from a fixed start."""
         outputs, inputs = weight.shape
         rank = min(RANK, outputs, inputs)
-        generator = torch.Generator().manual_seed(0)
-        start = torch.randn(inputs, rank, generator=generator).to(weight)
+        start = _start(inputs, rank, weight.dtype, weight.device).clone()
         start[:, 0] = weight.sum(dim=0)  # what weights of one sign have in common
         # Scaled, since squares of small scales would leave float32's range.
         size = weight.abs().amax().clamp(min=torch.finfo(weight.dtype).tiny)
@@ -46,14 +46,31 @@ class Leading:
             basis = scaled @ (scaled.T @ _orthonormal(basis))
         directions = _orthonormal(basis)
         profiles = directions.T @ scaled  # [r, K]
-        # Turned so that the profiles are orthogonal; a matrix this small is the host's work.
-        _, turn = torch.linalg.eigh((profiles @ profiles.T).double().cpu())
-        turn = turn.to(weight)
+        turn = _eigenvectors((profiles @ profiles.T).double()).to(weight)
         return Leading(directions @ turn, turn.T @ profiles * size)
 
     def variances(self, inputs: torch.Tensor) -> torch.Tensor:
         """Variance ``[R, r]`` of each direction for inputs whose variances are ``[R, K]``."""
         return inputs @ self.profiles.square().T
+
+
+@functools.lru_cache(maxsize=16)
+def _start(inputs: int, rank: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The same random columns ``[K, r]`` for every weight of a size."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(inputs, rank, generator=generator).to(dtype).to(device)
+
+
+def _eigenvectors(matrix: torch.Tensor) -> torch.Tensor:
+    """Eigenvectors, as columns, of a symmetric matrix ``[r, r]`` of at most two rows.
+
+    Turned on the device: the host would wait for it, once a weight.
+    """
+    if len(matrix) < 2:
+        return torch.ones_like(matrix)
+    half = torch.atan2(2 * matrix[0, 1], matrix[0, 0] - matrix[1, 1]) / 2
+    cos, sin = half.cos(), half.sin()
+    return torch.stack([torch.stack([cos, -sin]), torch.stack([sin, cos])])
 
 
 def _orthonormal(columns: torch.Tensor) -> torch.Tensor:

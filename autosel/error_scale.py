@@ -195,7 +195,7 @@ def judge(
                     )
                     common = together[second].variances(inner).sum(dim=1)  # [R]
                     sum_.common.index_add_(0, tokens, factor.square().squeeze(1) * common)
-                    if bool(coming.any()):
+                    if accuracy == "a8" or problem.router_weight_on_input or rounding.unit < FINE:
                         size = together[first].variances(coming)  # [R, r]
                         leaning = torch.where(slope < 0, -steep, steep)
                         reach = torch.zeros_like(rows)  # [R, H] variance

@@ -115,11 +115,25 @@ def routed_parts(
         raise RoutingError(
             field_error("topk_ids", "tokens", local.num_tokens, f"{x.shape[0]} as in x")
         )
-    for expert in sorted(set(local.topk_ids.flatten().tolist()) - {-1}):
-        here = local.topk_ids == expert  # [M, top_k]
-        tokens = here.any(dim=1).nonzero().squeeze(1)  # [R]
-        weights = torch.where(here, local.topk_weights.double(), 0.0).sum(dim=1)  # [M]
-        yield RoutedPart(experts, expert, tokens, weights[tokens])
+    # All experts' rows from one sort: a look at the device for each expert would make the host wait
+    # for that expert's products before it may ask for the next one's.
+    num_tokens = max(local.num_tokens, 1)
+    token = torch.arange(local.num_tokens, device=x.device).unsqueeze(1)  # [M, 1]
+    ids = local.topk_ids.long()
+    keys = torch.where(ids >= 0, ids * num_tokens + token, -1).flatten()  # [M * top_k]
+    served, slot = torch.unique(keys, return_inverse=True)  # ascending: by expert, then by token
+    weights = torch.zeros(len(served), dtype=torch.float64, device=x.device)
+    weights.index_add_(0, slot, local.topk_weights.double().flatten())
+    found, counts = torch.unique_consecutive(
+        torch.where(served < 0, -1, served // num_tokens), return_counts=True
+    )
+    sizes: list[int] = counts.tolist()
+    tokens = torch.split(served % num_tokens, sizes)
+    for expert, rows, weight in zip(
+        found.tolist(), tokens, torch.split(weights, sizes), strict=True
+    ):
+        if expert >= 0:
+            yield RoutedPart(experts, expert, rows, weight)
 
 
 def _linear(
