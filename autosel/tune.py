@@ -9,6 +9,7 @@ sweep goes on where it stopped.
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import asdict, replace
 
 from autosel import registry
@@ -22,6 +23,7 @@ from autosel.interfaces import Backend
 from autosel.proofs import UNDECIDED, Proofs
 from autosel.routing_synthetic import make_routing
 from autosel.sources import WeightSource
+from autosel.standing import standing
 from autosel.store import Store
 from autosel.timing import Timer, timer_for
 from autosel.tune_trials import Trials
@@ -83,6 +85,7 @@ class _Sweep:
             settings.budget_s, len(self.buckets), timer.now if timer else time.monotonic
         )
         self.cuts: list[Cut] = []
+        self.standing: list[tuple[int, tuple[Candidate, ...]]] = []
         self.unsearched: list[tuple[int, tuple[str, ...]]] = []
         self.trials = Trials(
             self.problem, device, settings, store, observer, self.bench, self.deadline, backends
@@ -122,6 +125,7 @@ class _Sweep:
             outcomes=tuple(outcomes),
             ceilings=rates,
             cuts=tuple(self.cuts),
+            standing=tuple(self.standing),
             unsearched=tuple(self.unsearched),
         )
 
@@ -151,23 +155,40 @@ class _Sweep:
             self.proofs.keep(row)
         for row in final.values():
             self.observer.measured(row, stored.get(row.candidate) is row)
-        return list(final.values())
+        return [*final.values(), *self._standing(num_tokens, final.values())]
+
+    def _standing(self, num_tokens: int, rows: Collection[Measurement]) -> list[Measurement]:
+        """What earlier sweeps measured and this one did not try."""
+        timing = tuple(self.timer.facts.items())
+        kept, defaults = standing(self._known(num_tokens), rows, self.device, timing)
+        self.trials.defaults |= defaults
+        for row in kept:
+            self.observer.measured(row, True)
+        if competing := tuple(row.candidate for row in kept if row.status == "ok"):
+            self.standing.append((num_tokens, competing))
+        return kept
 
     def _stored(self, num_tokens: int) -> dict[Candidate, Measurement]:
-        """What the store has of this layer, machine, routing and way of timing."""
-        if not self.store or not self.settings.resume or not self.device.name.strip():
+        """What the store has of this token count and need not be measured again."""
+        if not self.settings.resume:
             return {}
-        rows = self.store.measurements(
+        rows = self._known(num_tokens)
+        if any(dict(row.timing).get("cut") is True for row in rows):
+            # A time budget ended that race: it is run again, since rounds of two do not pair up.
+            rows = [row for row in rows if row.status != "ok"]
+        return {row.candidate: row for row in rows}
+
+    def _known(self, num_tokens: int) -> list[Measurement]:
+        """What the store has of this layer, machine, routing and way of timing."""
+        if not self.store or not self.device.name.strip():
+            return []
+        return self.store.measurements(
             self.problem,
             self.device,
             self.settings.routing,
             num_tokens=num_tokens,
             timing=tuple(self.timer.facts.items()),
         )
-        if any(dict(row.timing).get("cut") is True for row in rows):
-            # A time budget ended that race: it is run again, since rounds of two do not pair up.
-            rows = [row for row in rows if row.status != "ok"]
-        return {row.candidate: row for row in rows}
 
     def _decide(self, bucket: TokenBucket, rows: list[Measurement]) -> Decision | NothingUsable:
         """Choose, prove the choice on the full set, and choose again where that finds a fault."""

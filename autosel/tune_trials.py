@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
+from autosel import registry
 from autosel.core import Candidate, Device, Measurement, Params, Problem, Status
 from autosel.deadline import Deadline
 from autosel.failures import CAUGHT, failed
@@ -155,7 +156,8 @@ class Trials:
         return code_hash(backend, backend.layout(self.problem, candidate.params_dict))
 
     def backend(self, candidate: Candidate) -> Backend:
-        return next(found for found in self.backends if found.name == candidate.backend)
+        """Its backend, which is none of :attr:`backends` where only an earlier sweep tried it."""
+        return registry.get(candidate.backend)
 
     def _worth_searching(
         self, rows: Mapping[str, Rows], turns: Mapping[str, _Turn], num_tokens: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from autosel import routing_file
@@ -146,8 +147,9 @@ class Cut:
 class SweepResult:
     """What a sweep measured and decided for one layer.
 
-    ``measurements`` are this sweep's, taken or resumed, in order. ``decisions`` has one answer for
-    each token count, sorted: a Decision, or a NothingUsable with every reason.
+    ``measurements`` are all that were decided upon, taken or out of the store, in order.
+    ``outcomes`` has one answer for each token count, sorted: a Decision, or a NothingUsable with
+    every reason.
     """
 
     problem: Problem
@@ -158,6 +160,8 @@ class SweepResult:
     outcomes: tuple[Decision | NothingUsable, ...]
     ceilings: Ceilings | None = None
     cuts: tuple[Cut, ...] = ()
+    #: Correct candidates that only earlier sweeps tried and that competed, by token count.
+    standing: tuple[tuple[int, tuple[Candidate, ...]], ...] = ()
     #: Backends of which only the own setting was tried, being too slow, by token count.
     unsearched: tuple[tuple[int, tuple[str, ...]], ...] = ()
 
@@ -174,6 +178,25 @@ class SweepResult:
             for name, at in sorted(counts.items())
         ]
         return f"own setting only, too slow to search: {', '.join(said)}" if said else ""
+
+    @property
+    def standing_text(self) -> str:
+        """How many candidates of earlier sweeps competed, and whose; "" where none did."""
+        at: dict[str, list[int]] = {}
+        for count, candidates in self.standing:
+            settings = Counter(candidate.backend for candidate in candidates)
+            whose = ", ".join(
+                name if number == 1 else f"{name} with {number} settings"
+                for name, number in sorted(settings.items())
+            )
+            at.setdefault(f"{len(candidates)} ({whose})", []).append(count)
+        said = [
+            text
+            if len(counts) == len(self.outcomes)
+            else f"{text} at {', '.join(map(str, counts))} tokens"
+            for text, counts in at.items()
+        ]
+        return f"not tried now, in the running as stored: {'; '.join(said)}" if said else ""
 
     @property
     def decisions(self) -> tuple[Decision, ...]:

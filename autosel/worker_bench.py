@@ -327,8 +327,6 @@ class WorkerBench:
         """The backends that only this process knows; what cannot be sent is refused with why."""
         packed = {}
         for backend in registry.registered():
-            if self._settings.backends and backend.name not in self._settings.backends:
-                continue
             try:
                 packed[backend.name] = pack_backend(backend)
             except AutoselError as error:

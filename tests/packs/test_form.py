@@ -19,7 +19,8 @@ from autosel.core import (
 )
 from autosel.errors import PackError
 from autosel.packs import content
-from autosel.packs.model import Pack
+from autosel.packs.model import Measured, Pack
+from autosel.samples import summary
 from autosel.stats import Summary
 from tests.packs.made import FAST, MACHINE, data, entry, model, pack, row
 
@@ -27,9 +28,11 @@ SCHEMA = json.loads(
     (Path(content.__file__).parent / "pack.schema.json").read_text(encoding="utf-8")
 )
 VALIDATOR = jsonschema.Draft202012Validator(SCHEMA)
+JUDGED = row(verify_ms=12.5)
 EVERY = {
     "samples": entry(),
     "summaries only": entry(samples=False),
+    "what judging took": entry(measured=(Measured(JUDGED, summary(JUDGED)),)),
     "another device": entry(replace(MACHINE, name="NVIDIA H100", driver=None)),
     "a CPU": entry(Device(kind="cpu", name="Intel Ω (R)", threads=4)),
     "odd numbers": entry(

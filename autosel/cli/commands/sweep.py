@@ -49,7 +49,7 @@ _LEAST_BUDGET_S = 0.01
 @routing_option
 @click.option(
     "--backends", type=names, metavar="NAME,NAME,...", default=(), show_default="all",
-    help="Backends to try.",
+    help="Backends to try. What is stored of others competes as well.",
 )  # fmt: skip
 @click.option(
     "--allow-a8", is_flag=True,
@@ -263,7 +263,7 @@ def _report(
             parts.append(copies_line(result.decisions, result.measurements))
         if plan is not None:
             parts += short_lines(plan)
-        parts += [result.unsearched_text]
+        parts += [result.standing_text, result.unsearched_text]
         parts += [cut.text for cut in result.cuts]
         answers.append(
             {
@@ -280,6 +280,9 @@ def _report(
                     for item in result.outcomes
                     if item not in result.decisions
                 ],
+                "standing": {
+                    str(count): [item.key for item in found] for count, found in result.standing
+                },
                 "unsearched": {str(count): list(names) for count, names in result.unsearched},
                 "cut": [{**asdict(cut), "text": cut.text} for cut in result.cuts],
                 "measurements": [measurement_dict(item) for item in result.measurements],

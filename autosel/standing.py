@@ -1,0 +1,63 @@
+"""What was measured before and is not part of this sweep: it competes all the same.
+
+A sweep of a few backends, or of fewer settings, says nothing against the others. Where it decided
+among its own candidates alone, its decision, being the newest, would replace one that knew more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from autosel import registry
+from autosel.core import Candidate, Device, Measurement
+from autosel.failures import CAUGHT
+from autosel.records import Timing, timing_mode
+
+
+def standing(
+    stored: Iterable[Measurement],
+    rows: Collection[Measurement],
+    device: Device,
+    timing: Timing,
+) -> tuple[list[Measurement], set[Candidate]]:
+    """Stored measurements of one token count that ``rows``, this sweep's, say nothing about.
+
+    Correct ones, as long as they were timed as ``timing`` says in every setting (an older autosel
+    may have recorded fewer) and their backend would run them here today: a package or a compiler
+    may be gone. Failed ones, for their reasons, of backends of which there is no row at all. With
+    them the own settings of their backends, as candidates.
+    """
+    tried = {row.candidate for row in rows}
+    backends = {candidate.backend for candidate in tried}
+    kept: list[Measurement] = []
+    defaults: set[Candidate] = set()
+    for row in stored:
+        if row.candidate in tried:
+            continue
+        if row.status == "ok":
+            if timing_mode(row.timing) != timing_mode(timing):
+                continue
+            own = _own_setting(row, device)
+            if own is not None:
+                kept.append(row)
+                defaults.add(own)
+        elif row.candidate.backend not in backends:
+            kept.append(row)
+    return kept, defaults
+
+
+def _own_setting(row: Measurement, device: Device) -> Candidate | None:
+    """The built-in setting of the row's backend; None where it would not run the row's here."""
+    name, params = row.candidate.backend, row.candidate.params_dict
+    try:
+        backend = registry.get(name)
+        if not backend.supports(row.problem, device):
+            return None
+        space = backend.space(row.problem, row.num_tokens, device)
+        if space.constraint(params) is not None:
+            return None
+        if backend.layout(row.problem, params).key != row.candidate.layout:
+            return None
+        return Candidate.of(name, space.default, backend.layout(row.problem, space.default).key)
+    except CAUGHT:  # a plugin may raise anything; what cannot even say that does not run
+        return None
