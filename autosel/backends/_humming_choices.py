@@ -35,10 +35,11 @@ from autosel.native import cache_dir
 
 DISTRIBUTION = "humming-kernels"
 _FORMAT = 1
-#: How long another process is waited for before the list is computed here as well: twice the
-#: slowest list, on cores that two processes share. Counted in looks and not by the clock: helpers
-#: are stopped while something is timed, and would all be late when they go on.
-WAIT_S = 20.0
+#: How long another process is waited for before the list is computed here as well. One that died
+#: has no lock any more, so this is for one that is stuck; where eight processes shared two busy
+#: cores, a list took 30 s. Counted in looks and not by the clock: helpers are stopped while
+#: something is timed, and would all be late when they go on.
+WAIT_S = 60.0
 LOOK_S = 0.05
 #: Facts of the device that the heuristics of some architectures read and that only a process which
 #: has opened it knows. Cards of one name can differ in them (the memory of GeForce cards does).
