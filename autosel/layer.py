@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from autosel import layer_op
 from autosel.canonical import check_experts
-from autosel.core import CanonicalExperts, Plan, Problem
+from autosel.core import CanonicalExperts, Problem
 from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RoutingError, field_error
-from autosel.layer_choice import Choice, Chooser, Layouts
-from autosel.layer_place import expert_map_of, place, weights_id
-from autosel.layer_prove import prover
+from autosel.layer_build import DEFAULTS, LayerOptions, Load, SharedExperts, build, spelled_out
+from autosel.layer_choice import Choice
 from autosel.layer_refusals import refuse
 from autosel.layer_runtime import LayerRuntime
 from autosel.layer_state import PackedModule
-from autosel.ranks import Ranks
-from autosel.ranks_choice import SharedChooser, exchange
 from autosel.routing import route
 from autosel.routing_spec import RouterSpec
 from autosel.sources import CheckpointSource, WeightSource
-from autosel.store import Database
 
 __all__ = ["FusedMoE"]
-
-#: The ranks that sum their outputs also decide together.
-AUTO = object()
-
-#: Of the constructor, beside the runtime.
-_OPTIONS = ("router", "correction_bias", "shared_experts", "reduce_group")
-
-SharedExperts = Callable[[torch.Tensor], torch.Tensor]
 
 
 class FusedMoE(PackedModule):
@@ -65,13 +51,7 @@ class FusedMoE(PackedModule):
         shared_experts: SharedExperts | None = None,
         reduce_group: Any = None,
     ) -> None:
-        """Not to be called directly.
-
-        router, correction_bias  for :meth:`apply_monolithic`
-        shared_experts           called with ``x``; its output is added to the routed experts'
-        reduce_group             a torch.distributed process group: outputs of its ranks are
-                                 summed in place before the shared experts are added
-        """
+        """Not to be called directly; the last four are :class:`LayerOptions`'."""
         super().__init__(runtime, label, identity)
         self.router = router
         self.shared_experts = shared_experts
@@ -83,6 +63,7 @@ class FusedMoE(PackedModule):
     # building --------------------------------------------------------------------------------
 
     @classmethod
+    @spelled_out
     def from_checkpoint(
         cls,
         path: str | Path,
@@ -90,29 +71,22 @@ class FusedMoE(PackedModule):
         *,
         tp_rank: int = 0,
         tp_size: int = 1,
-        ep_rank: int = 0,
-        ep_size: int = 1,
-        device: str | torch.device = "cpu",
         act_dtype: str | None = None,
-        db: Database = None,
-        allow_a8: bool = False,
-        require: Sequence[str] = (),
-        **options: Any,
+        **options: Unpack[LayerOptions],
     ) -> FusedMoE:
         """The MoE layer numbered ``layer`` of a checkpoint folder, or a rank's part of it.
 
+        tp_rank, tp_size  this rank of tensor parallelism, and how many there are
         act_dtype  ``bfloat16``, ``float16`` or ``float32``; the model's own when left out
-        db         database file or open Store with decisions; the user's when left out
-        allow_a8   may a decision whose winner quantises activations to 8 bits be used
-        require    properties (:data:`autosel.core.PROPERTIES`) that whoever serves must be
-                   certified for; NothingUsableError where nobody is
-        options    of :meth:`from_source`; the router's rule and bias come from the checkpoint
+        options    :class:`autosel.layer_build.LayerOptions`; the router's rule and bias come from
+                   the checkpoint
 
         Raises ConfigError and CheckpointError for what cannot be read, UnsupportedError for a
         split that does not divide, NothingUsableError when nothing runs the layer here.
         """
         from autosel.checkpoint import Checkpoint
 
+        ep_rank, ep_size = options.get("ep_rank", 0), options.get("ep_size", 1)
         source = CheckpointSource(
             str(path), layer, tp_rank, tp_size, ep_rank, ep_size, act_dtype=act_dtype
         )
@@ -121,74 +95,26 @@ class FusedMoE(PackedModule):
             options["router"] = opened.layer(layer).router
             bias = opened.router(layer).get("e_score_correction_bias")
             options.setdefault("correction_bias", bias)
-        return cls.from_source(
-            source,
-            ep_rank=ep_rank,
-            ep_size=ep_size,
-            device=device,
-            db=db,
-            allow_a8=allow_a8,
-            require=require,
-            **options,
-        )
+        return cls.from_source(source, **options)
 
     @classmethod
-    def from_source(
-        cls,
-        source: WeightSource,
-        *,
-        ep_rank: int = 0,
-        ep_size: int = 1,
-        device: str | torch.device = "cpu",
-        db: Database = None,
-        allow_a8: bool = False,
-        require: Sequence[str] = (),
-        layouts: Layouts = "one",
-        plan: Plan | None = None,
-        routing: str = "uniform",
-        check: bool = True,
-        expert_map: torch.Tensor | None = None,
-        **options: Any,
-    ) -> FusedMoE:
+    @spelled_out
+    def from_source(cls, source: WeightSource, **options: Unpack[LayerOptions]) -> FusedMoE:
         """A layer whose weights ``source`` loads, now and again should a candidate fail later.
 
-        layouts     ``one`` keeps the packed copies of the layer's plan; without a plan one copy,
-                    that which loses least time under mixed traffic. ``all`` keeps that of each
-                    bucket's winner
-        plan        counts before the plan in the database (``autosel plan``) or pack
-        routing     kind of routing of the decisions to look up
-        check       run each candidate once and compare with the reference before it is used
-        expert_map  integer ``[num_experts]``: local id of each expert or -1; left out, the ranks
-                    of expert parallelism hold equal runs of experts, the first ones one more
-        decide_group  process group whose ranks hold parts of this layer and make it at the same
-                    time: its first rank decides for all of them. Left out, it is ``reduce_group``;
-                    None lets this process decide alone
-        options     of the constructor
+        ``options`` are those of :class:`autosel.layer_build.LayerOptions`.
         """
+        model = source.path if isinstance(source, CheckpointSource) else None
         return cls._build(
-            lambda where: source.load(where),
-            source.problem,
-            source.label,
-            model=source.path if isinstance(source, CheckpointSource) else None,
-            ep_rank=ep_rank,
-            ep_size=ep_size,
-            device=device,
-            db=db,
-            allow_a8=allow_a8,
-            require=require,
-            layouts=layouts,
-            plan=plan,
-            routing=routing,
-            check=check,
-            expert_map=expert_map,
-            **options,
+            lambda where: source.load(where), source.problem, source.label, options, model
         )
 
     @classmethod
-    def from_experts(cls, experts: CanonicalExperts, **options: Any) -> FusedMoE:
-        """A layer from weights in memory, which it does not keep; ``options`` of
-        :meth:`from_source`.
+    @spelled_out
+    def from_experts(cls, experts: CanonicalExperts, **options: Unpack[LayerOptions]) -> FusedMoE:
+        """A layer from weights in memory, which it does not keep.
 
+        ``options`` are those of :class:`autosel.layer_build.LayerOptions`.
         Should a candidate fail later and the next one need another layout, the call raises.
         Raises CheckpointError for tensors that disagree with the experts' problem.
         """
@@ -203,61 +129,30 @@ class FusedMoE(PackedModule):
             return held[0].to(where)
 
         try:
-            return cls._build(load, experts.problem, "weights in memory", **options)
+            return cls._build(load, experts.problem, "weights in memory", options)
         finally:
             held.clear()
 
     @classmethod
     def _build(
         cls,
-        load: Callable[[torch.device], CanonicalExperts],
+        load: Load,
         problem: Problem,
         label: str,
-        *,
+        given: LayerOptions,
         model: str | None = None,
-        ep_rank: int = 0,
-        ep_size: int = 1,
-        device: str | torch.device = "cpu",
-        db: Database = None,
-        allow_a8: bool = False,
-        require: Sequence[str] = (),
-        layouts: Layouts = "one",
-        plan: Plan | None = None,
-        routing: str = "uniform",
-        check: bool = True,
-        expert_map: torch.Tensor | None = None,
-        decide_group: Any = AUTO,
-        **options: Any,
     ) -> FusedMoE:
-        ranks = _ranks(decide_group, options.get("reduce_group"))
-        try:
-            others = {name: options.pop(name) for name in list(options) if name not in _OPTIONS}
-            refuse("FusedMoE", others, _OPTIONS)
-            where, described = place(device)
-            chosen = expert_map_of(problem, ep_rank, ep_size, expert_map)
-        except Exception as error:
-            if ranks is not None:
-                exchange(ranks, None, error)  # the other ranks wait for this one
-            raise
-        identity: list[str] = []
-
-        def loader() -> CanonicalExperts:
-            experts = load(where)
-            if not identity:
-                identity.append(weights_id(experts))
-            return experts
-
-        on_device = None if chosen is None else chosen.to(where)
-        make = partial(
-            Chooser, problem, described, db, routing=routing, allow_a8=allow_a8, layouts=layouts,
-            plan=plan, model=model, require=require,
-            prove=prover(loader, described, on_device, leads=bool(ranks)) if check else None,
-        )  # fmt: skip
-        chooser: Chooser | SharedChooser = (
-            make() if ranks is None else SharedChooser(ranks, make, problem, described)
+        options: LayerOptions = {**DEFAULTS, **given}
+        runtime, identity = build(load, problem, options, model)
+        return cls(
+            runtime,
+            label=label,
+            identity=identity,
+            router=options["router"],
+            correction_bias=options["correction_bias"],
+            shared_experts=options["shared_experts"],
+            reduce_group=options["reduce_group"],
         )
-        runtime = LayerRuntime(loader, chooser, where, on_device, check=check)
-        return cls(runtime, label=label, identity=identity[0], **options)
 
     # running ---------------------------------------------------------------------------------
 
@@ -380,15 +275,6 @@ class FusedMoE(PackedModule):
     def extra_repr(self) -> str:
         served = "; ".join(f"{c.bucket.label}: {c.candidate.key}" for c in self.choices)
         return f"{self.problem.key}, {self._runtime.device}, {served}"
-
-
-def _ranks(decide_group: Any, reduce_group: Any) -> Ranks | None:
-    """The ranks that decide together; None for a process that decides alone."""
-    group = reduce_group if decide_group is AUTO else decide_group
-    if group is None:
-        return None
-    ranks = Ranks(group)
-    return ranks if ranks.size > 1 else None
 
 
 def _rows(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,14 @@
 """What engines pass and this layer cannot honour: one clear line each, never dropped silently."""
 
+import inspect
+
 import pytest
 import torch
 
 from autosel import FusedMoE
 from autosel.core import Problem, QuantScheme
 from autosel.errors import AutoselError, CheckpointError, RoutingError, UnsupportedError
+from autosel.layer_build import DEFAULTS, LayerOptions
 from autosel.layer_params import ExpertParameters
 from autosel.layer_refusals import REFUSED
 from autosel.routing_spec import RouterSpec
@@ -46,8 +49,16 @@ def test_a_name_that_nobody_knows_is_an_error_of_the_caller(layer, monkeypatch):
         layer(*call(), topk_id=3)
     # Before anything is packed.
     monkeypatch.setattr(RandomSource, "load", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(TypeError, match=r"'sharedexperts'; there are router, .*shared_experts"):
+    with pytest.raises(TypeError, match=r"'sharedexperts'; there are ep_rank, .*shared_experts"):
         FusedMoE.from_source(SOURCE, db=":memory:", sharedexperts=None)
+
+
+@pytest.mark.parametrize("make", ["from_checkpoint", "from_source", "from_experts"])
+def test_every_way_to_build_shows_each_option_with_its_default(make):
+    shown = inspect.signature(getattr(FusedMoE, make)).parameters
+    for name in LayerOptions.__annotations__:
+        assert shown[name].default == DEFAULTS[name]
+    assert set(DEFAULTS) == set(LayerOptions.__annotations__)
 
 
 def test_experts_are_held_once(layer):
