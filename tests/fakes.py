@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import pytest
 import torch
 
-from autosel import registry
+from autosel import registry, tune_inputs
 from autosel.core import (
     AccuracyClass,
     CanonicalExperts,
@@ -180,6 +181,16 @@ class FakeBackend(Backend):
             out.copy_(moe(x, self.plain.unpack(packed), routing, dtype=torch.float32))
         self.spoil(x, out, packed)
         return out
+
+
+def judge_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One verification case beside the sweep's own calls, in place of all."""
+    make_cases = tune_inputs.make_cases
+
+    def one(*args: Any, beside: Sequence[Any] = (), **more: Any) -> list[Any]:
+        return make_cases(*args, beside=beside, **more)[: len(beside) + 1]
+
+    monkeypatch.setattr(tune_inputs, "make_cases", one)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import torch
 
 from autosel.__main__ import main
 from autosel.cli import commands
+from tests.fakes import judge_one_case
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
@@ -55,9 +56,9 @@ def place(tmp_path, monkeypatch):
 @pytest.fixture
 def short(monkeypatch):
     """Timing for a moment and one verification case: what is shown is how, not how fast."""
-    from autosel import timing, trial
+    from autosel import timing
 
-    settings, make_cases = timing.TimingSettings, trial.make_cases
+    settings = timing.TimingSettings
     names = list(settings.__dataclass_fields__)
     defaults = list(settings.__init__.__defaults__)
     defaults[names.index("limit_s")] = 0.05
@@ -65,7 +66,7 @@ def short(monkeypatch):
     monkeypatch.setattr(
         timing, "TimingSettings", lambda **given: settings(**{**given, "limit_s": 0.05})
     )
-    monkeypatch.setattr(trial, "make_cases", lambda *a, **k: make_cases(*a, **k)[:1])
+    judge_one_case(monkeypatch)
 
 
 PYTHON_PAGES = [page for page in PAGES if blocks(page, "python")]

@@ -8,6 +8,7 @@ from autosel.backends.emulation import Emulation
 from autosel.core import Reason, Support
 from autosel.interfaces import Space
 from autosel.store import Store
+from tests.fakes import judge_one_case
 
 
 class Plain(Emulation):
@@ -85,11 +86,10 @@ def light(monkeypatch):
     """One verification case instead of all, and rates that nobody measured: what these tests ask
     about is the command, and the first test runs everything.
     """
-    from autosel import trial, tune
+    from autosel import tune
     from autosel.roofline import Ceilings
 
-    make_cases = trial.make_cases
-    monkeypatch.setattr(trial, "make_cases", lambda *a, **k: make_cases(*a, **k)[:1])
+    judge_one_case(monkeypatch)
     monkeypatch.setattr(tune, "ceilings", lambda *a, **k: Ceilings(10.0, 1.0))
 
 

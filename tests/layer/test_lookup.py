@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from autosel import FusedMoE, load_moe_layers, trial
+from autosel import FusedMoE, load_moe_layers
 from autosel.__main__ import main
 from autosel.device import detect
 from autosel.layer_choice import Chooser
@@ -12,7 +12,7 @@ from autosel.sources import CheckpointSource
 from autosel.store import Store
 from autosel.tune import sweep
 from autosel.tune_types import SweepSettings
-from tests.fakes import Clock, FakeBackend, registered
+from tests.fakes import Clock, FakeBackend, judge_one_case, registered
 
 SETTINGS = SweepSettings(token_counts=(2,), backends=("scripted",))
 
@@ -20,8 +20,7 @@ SETTINGS = SweepSettings(token_counts=(2,), backends=("scripted",))
 @pytest.fixture(autouse=True)
 def one_case(monkeypatch):
     """What is right is tested elsewhere; here one verification case is enough."""
-    make_cases = trial.make_cases
-    monkeypatch.setattr(trial, "make_cases", lambda *a, **k: make_cases(*a, **k)[:1])
+    judge_one_case(monkeypatch)
 
 
 def swept(path, index, store, **split):
