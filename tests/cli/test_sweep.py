@@ -195,6 +195,19 @@ def test_ctrl_c_keeps_what_is_measured_and_the_same_command_goes_on(
         assert "4 measured, 0 taken from the database" in ran.err
 
 
+def test_a_sweep_of_one_backend_says_who_else_is_in_the_running(autosel, light, fakes, example):
+    args = ["sweep", example, "--tokens", "2", *FAST]
+    autosel(*args, "--backends", "plain_fake,wrong_fake")
+    ran = autosel(*args, "--backends", "quick_fake", "--allow-a8")
+    assert ran.status == 0, ran.err
+    assert "not tried now, in the running as stored: 1 (plain_fake)" in ran.out
+    ran = autosel(*args, "--backends", "quick_fake", "--json")  # may not win: the other one does
+    (answer,) = ran.json["answers"]
+    assert list(answer["standing"]) == ["2"]
+    assert answer["standing"]["2"][0].startswith("plain_fake[")
+    assert answer["decisions"][0]["winner"]["backend"] == "plain_fake"
+
+
 def test_sweep_explain_and_plot_agree_on_the_key(autosel, light, fakes, checkpoint, tmp_path):
     """Swept by the command line, found by it: for every format, width and kind of layer."""
     layer = checkpoint.moe_layers[-1]
