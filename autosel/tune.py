@@ -94,19 +94,21 @@ class _Sweep:
     def run(self) -> SweepResult:
         """Everything, token count by token count."""
         self.observer.started(self.problem, self.device, self.tokens, len(self.trials.backends))
-        if self.device.torch_device != "cpu":  # there it would disturb what follows
-            self.bench.prepare()
-        rates = self.rates(self.device, self.problem.act_dtype) if self.rates else None
-        if self.store:
-            self.sweep_id = self.store.begin_sweep(
-                self.device,
-                asdict(self.settings),
-                label=self.source.label,
-                ceilings=asdict(rates) if rates else None,
-            )
         measurements: list[Measurement] = []
         outcomes: list[Decision | NothingUsable] = []
         try:
+            if self.device.torch_device != "cpu":  # there it would disturb what follows
+                self.bench.prepare()
+                for bucket in self.buckets[:1]:
+                    self.trials.prepare_first(bucket.measured, self._stored(bucket.measured))
+            rates = self.rates(self.device, self.problem.act_dtype) if self.rates else None
+            if self.store:
+                self.sweep_id = self.store.begin_sweep(
+                    self.device,
+                    asdict(self.settings),
+                    label=self.source.label,
+                    ceilings=asdict(rates) if rates else None,
+                )
             counts = [bucket.measured for bucket in self.buckets]
             for bucket, later in zip(self.buckets, [*counts[1:], None], strict=True):
                 found = self._measure(bucket.measured, later)

@@ -27,7 +27,7 @@ FINALISTS = 4
 #: A searched setting whose first sample takes this many times the best one's gets no second.
 HOPELESS = 1.5
 #: A search ends after this many settings in a row, known good ones aside, without a better one ...
-PATIENCE = 12
+PATIENCE = 9
 #: ... or this many where another token count's search has told what is good ...
 PATIENCE_AFTER = 5
 #: ... better by at least this much.

@@ -84,6 +84,12 @@ class Trials:
         self.codes: dict[Candidate, str] = {}  # of each candidate that was attempted
         self.is_ready = False  # whether this token count has a candidate that was right
 
+    def prepare_first(self, num_tokens: int, stored: Stored) -> None:
+        """Begin to compile what :meth:`at` tries first: compilers take seconds to start."""
+        for backend in self.backends:
+            turn = self._turn(backend, num_tokens, stored)
+            self._compile_ahead(turn, turn.own_points, num_tokens, stored)
+
     def at(
         self, num_tokens: int, stored: Stored, following: tuple[int, Stored] | None = None
     ) -> Rows:

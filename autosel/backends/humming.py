@@ -2,9 +2,11 @@
 
 Two kinds of kernel read the same weights: ``indexed`` gathers rows by expert through sorted slots,
 ``grouped_contiguous`` wants rows already permuted by expert. Each uses the package's own heuristic
-configuration for the number of routed rows; ``rows_factor`` takes the one made for more or fewer
-rows instead, which is often faster. Compiling takes seconds for each new kernel and is cached on
-disk by the package. Numerics: float32 accumulation, weights dequantised to 16 bit.
+configuration for a number of routed rows: ``rows`` says which, by default those of the call; the
+one made for more or fewer is often faster. A candidate names its rows, so that the kernel that was
+verified and timed is the one that runs for every token count of a bucket. Compiling takes seconds
+for each new kernel and is cached on disk by the package. Numerics: float32 accumulation, weights
+dequantised to 16 bit.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from autosel.layouts.marlin import Marlin as MarlinLayout
 KINDS = ("indexed", "grouped_contiguous")
 MASKED = "grouped_masked"
 GROUP_SIZES = (16, 32, 64, 128)
+#: Configurations tried beside the one for the rows of the call: those for this many times as many.
 ROWS_FACTORS = (1.0, 0.25, 0.5, 2.0, 4.0)
 GEMMS = ("w13", "w2")
 #: What is used of the package, by module.
@@ -97,9 +100,11 @@ class Humming(Backend):
         return HummingLayout(problem.act_dtype)
 
     def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
+        share = routed_rows(problem, num_tokens)
+        rows = tuple(dict.fromkeys(max(1, round(share * factor)) for factor in ROWS_FACTORS))
         return Space(
-            default={"kind": self.kinds[0], "rows_factor": 1.0},
-            choices={"kind": self.kinds, "rows_factor": ROWS_FACTORS},
+            default={"kind": self.kinds[0], "rows": share},
+            choices={"kind": self.kinds, "rows": rows},
         )
 
     def compile_ahead(
@@ -124,9 +129,9 @@ class Humming(Backend):
     def compiled_counts(
         self, problem: Problem, params: Params, token_counts: Sequence[int], device: Device
     ) -> Sequence[int]:
-        """All: the number of rows chooses the configuration. What two share is built once, under
-        the package's own lock."""
-        return token_counts
+        """One where the settings say for how many rows; else all, since those of the call choose
+        the configuration. What two share is built once, under the package's own lock."""
+        return token_counts[:1] if "rows" in params else token_counts
 
     def run(
         self,
@@ -137,8 +142,8 @@ class Humming(Backend):
         out: torch.Tensor,
     ) -> torch.Tensor:
         kind, problem = self._kind(params), packed.problem
-        share = -(-x.shape[0] * problem.top_k * problem.num_local_experts // problem.num_experts)
-        rows = max(1, round(share * float(str(params.get("rows_factor", 1.0)))))
+        share = routed_rows(problem, x.shape[0])
+        rows = int(str(params.get("rows", share)))
         plans = tuple(gemm_plan(problem, name, kind, rows, str(x.device)) for name in GEMMS)
         try:
             return _RUN[kind](packed, x, routing, plans, share, out)
@@ -151,6 +156,12 @@ class Humming(Backend):
         if kind not in self.kinds:
             raise UnsupportedError(field_error(self.name, "kind", kind, " or ".join(self.kinds)))
         return kind
+
+
+def routed_rows(problem: Problem, num_tokens: int) -> int:
+    """Rows that the experts of this rank get from ``num_tokens`` tokens on average."""
+    slots = num_tokens * problem.top_k * problem.num_local_experts
+    return max(1, -(-slots // problem.num_experts))
 
 
 @dataclass(frozen=True)

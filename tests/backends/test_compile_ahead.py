@@ -190,7 +190,7 @@ for backend in (Humming(), BatchedHumming()):
         for count in backend.compiled_counts(problem, {}, (1, 64), H200):
             HummingKernel.asked.clear()
             order.clear()
-            params = {"kind": kind, "rows_factor": 1.0}
+            params = {"kind": kind}
             backend.compile_ahead(problem, params, count, H200)
             found[f"{kind} {count}"] = list(HummingKernel.asked)
             found[f"{kind} {count} lists"] = order[0]

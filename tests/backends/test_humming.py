@@ -205,11 +205,13 @@ def test_arguments_of_both_gemms() -> None:
     assert second == {"kind": "indexed", "block": 64, "top_k": 1, "valid_shape_m": 12}
 
 
-@pytest.mark.parametrize(("factor", "block"), [(0.25, 16), (1.0, 32), (4.0, 32)])
-def test_rows_factor_picks_another_interval(factor: float, block: int) -> None:
-    check(CASES["plain"], 6, kind="indexed", rows_factor=factor)
-    assert calls[0]["block"] == block
-    assert calls[0]["valid_shape_m"] == 12
+@pytest.mark.parametrize(("rows", "block"), [(3, 16), (12, 32), (48, 32)])
+def test_rows_pick_the_interval_whatever_the_call_has(rows: int, block: int) -> None:
+    for num_tokens in (6, 1):
+        calls.clear()
+        check(CASES["plain"], num_tokens, kind="indexed", rows=rows)
+        assert calls[0]["block"] == block
+        assert calls[0]["valid_shape_m"] == 2 * num_tokens
 
 
 def test_configurations_are_computed_once_for_all_processes(
@@ -260,7 +262,11 @@ def test_while_one_gemms_list_is_computed_elsewhere_the_others_is_computed_here(
 def test_space() -> None:
     space = BACKEND.space(CASES["plain"], 6, H200)
     points = list(space)
-    assert points[0] == {"kind": "indexed", "rows_factor": 1.0}
+    assert points[0] == {"kind": "indexed", "rows": 12}
+    assert {p["rows"] for p in points} == {12, 3, 6, 24, 48}
+    assert BACKEND.space(CASES["plain"], 1, H200).choices["rows"] == (2, 1, 4, 8)
+    assert BACKEND.compiled_counts(CASES["plain"], points[0], (6, 1, 64), H200) == (6,)
+    assert BACKEND.compiled_counts(CASES["plain"], {}, (6, 1, 64), H200) == (6, 1, 64)
     assert {p["kind"] for p in points} == set(KINDS)
     with pytest.raises(UnsupportedError, match="kind: found masked"):
         check(CASES["plain"], kind="masked")
