@@ -169,7 +169,10 @@ class Bench(FirstCallCompiles):
             if verdict and (verify or not is_new):
                 if is_new:
                     self._begin("verify", num_tokens, candidate)
+                began = self._timer.now()
                 verdict = self._verified(backend, packed, candidate, layout)
+                if is_new:
+                    row = replace(row, verify_ms=(self._timer.now() - began) * 1e3)
                 if is_new and verdict.status != "oom" and not is_poison(verdict.reason):
                     certificate = self._certified(row, packed, "quick", verdict)
                     row = replace(row, certificate=certificate)

@@ -31,7 +31,7 @@ PATIENCE = 9
 #: ... or this many where another token count's search has told what is good ...
 PATIENCE_AFTER = 5
 #: ... better by at least this much.
-GAIN = 0.01
+GAIN = 0.03
 
 Rows = list[Measurement]
 

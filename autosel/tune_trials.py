@@ -3,7 +3,7 @@
 Every backend's own setting comes first, so that little time still compares all of them; then the
 other settings, the backend first whose own setting was fastest. Whose own setting takes more than
 ``search_within`` times the fastest one's is not searched: it would have to gain more than searches
-do.
+do. Nor are those searched that may not be chosen.
 """
 
 from __future__ import annotations
@@ -116,6 +116,9 @@ class Trials:
         if not self.deadline.is_set:  # else time may end before the next one's turn comes
             for turn in order:
                 self._compile_others(turn, num_tokens, stored)
+            if following is not None:
+                for turn in order:
+                    self._compile_others(self._turn(turn.backend, *following), *following)
         for turn in order:
             if self.deadline.is_set:
                 self._compile_others(turn, num_tokens, stored)
@@ -176,8 +179,15 @@ class Trials:
             for row in self.time(ready, self.searcher.quick, num_tokens):
                 us[row.candidate.backend] = min(row.times_us, default=math.inf)
         limit = self.settings.search_within * min(us.values(), default=math.inf)
+        barred = () if self.settings.allow_a8 else ("a8",)
         # Without a time of its own (illegal here, or it failed) only the others can tell.
-        self.unsearched = [name for name in wanted if limit < us.get(name, 0.0) < math.inf]
+        self.unsearched = [
+            name
+            for name in wanted
+            if name in us
+            and (limit < us[name] or rows[name][0].accuracy in barred)
+            and us[name] < math.inf
+        ]
         left = [name for name in wanted if name not in self.unsearched]
         return sorted(left, key=lambda name: us.get(name, math.inf))
 

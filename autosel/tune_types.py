@@ -177,7 +177,11 @@ class SweepResult:
             name if len(at) == everywhere else f"{name} (at {', '.join(map(str, at))} tokens)"
             for name, at in sorted(counts.items())
         ]
-        return f"own setting only, too slow to search: {', '.join(said)}" if said else ""
+        return (
+            f"own setting only, since too slow or not allowed to win: {', '.join(said)}"
+            if said
+            else ""
+        )
 
     @property
     def standing_text(self) -> str:

@@ -251,8 +251,11 @@ class WorkerBench:
         self.load()
         if self._spare is not None:
             self._spare.wait_ready()  # its imports would disturb
-        # Compilers would take cores, caches and bandwidth from what is timed.
-        still = contextlib.nullcontext() if self._pool is None else self._pool.standing_still()
+        # Compilers would take cores, caches and bandwidth from what is timed on a CPU, and from the
+        # launches of an eager call; a graph's replay asks nothing of the host.
+        replayed = self._device.torch_device != "cpu" and settings.graph
+        pool = None if replayed else self._pool
+        still = contextlib.nullcontext() if pool is None else pool.standing_still()
         with still:
             done = self._ask(Time(tuple(rows), settings, num_tokens), "time")
         if isinstance(done.value, Poisoned):

@@ -39,7 +39,7 @@ def test_a_backend_far_behind_is_timed_with_its_own_setting_alone() -> None:
         "far_searched": 1,
     }
     assert result.unsearched == ((4, ("far", "far_searched")), (8, ("far", "far_searched")))
-    assert result.unsearched_text.endswith("too slow to search: far, far_searched")
+    assert result.unsearched_text.endswith("too slow or not allowed to win: far, far_searched")
     assert every.unsearched == ()
     assert [m.candidate.backend for m in every.measurements].count("far") == 3
     assert all(m.times_us for m in result.measurements if m.status == "ok")
