@@ -29,7 +29,7 @@ HOPELESS = 1.5
 #: A search ends after this many settings in a row, known good ones aside, without a better one ...
 PATIENCE = 9
 #: ... or this many where another token count's search has told what is good ...
-PATIENCE_AFTER = 5
+PATIENCE_AFTER = 3
 #: ... better by at least this much.
 GAIN = 0.03
 

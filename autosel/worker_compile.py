@@ -7,6 +7,8 @@ what they fail to build is told when the candidate itself is tried, so their end
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +24,10 @@ from autosel.worker_wire import Compile
 #: Helpers at once, and the memory that each may need.
 MOST = 64
 HELPER_BYTES = 1 << 30
+
+#: Of what computes, whoever is waited for goes first: beside as many helpers as cores the worker's
+#: own host code (right results of 128 experts on an H200) took 9 s instead of 1.5.
+NICE = 10
 
 #: Seconds between looks at whether it is still worth waiting, and for Ctrl-C.
 LOOK_S = 0.2
@@ -164,6 +170,8 @@ class CompilePool:
                 worker = Worker(self._limits, self._cases)
             except OSError:
                 return None
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, worker.pid, NICE)
             self._starting.add(worker)
         is_there = False
         try:

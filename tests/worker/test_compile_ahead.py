@@ -19,7 +19,7 @@ from autosel.sources import RandomSource
 from autosel.timing import TimingSettings
 from autosel.tune import sweep
 from autosel.tune_types import Observer, SweepSettings
-from autosel.worker_compile import Compilation, CompilePool, compiles_ahead
+from autosel.worker_compile import NICE, Compilation, CompilePool, compiles_ahead
 from autosel.worker_limits import StepLimits
 from autosel.worker_wire import Compile, pack_backend
 from tests.fakes import CPU, PROBLEM
@@ -49,6 +49,7 @@ class Compiling(m.Good):
             time.sleep(1000)
         started = Path(self.folder, f"started-{os.getpid()}")
         started.touch()
+        Path(self.folder, "niceness").write_text(str(os.nice(0)))
         deadline = time.monotonic() + 20
         # Both helpers must be at work at once.
         while len(list(Path(self.folder).glob("started-*"))) < 2 and time.monotonic() < deadline:
@@ -91,6 +92,8 @@ def test_helpers_work_at_once_and_may_die(tmp_path: Path, monkeypatch: pytest.Mo
     with Pool(tmp_path) as pool:
         jobs = pool.submit(backend, [{"tile": tile} for tile in (1, 2, 3, 4, 6)])
         assert pool.finish(jobs) == [True, True, False, False, True]
+    # Who is waited for goes first.
+    assert int(Path(tmp_path, "niceness").read_text()) == max(NICE, os.nice(0))
     built = sorted(path.name for path in tmp_path.glob("built-*"))
     assert built == ["built-1-8", "built-2-8", "built-6-8"]
     assert len(list(tmp_path.glob("started-*"))) >= 2
