@@ -77,12 +77,15 @@ class Space:
 
     ``choices`` maps a parameter to its values in a stable order, ``default`` is the built-in
     starting point, and ``constraint`` gives the reason why a combination is illegal (or None);
-    it is asked before anything is launched.
+    it is asked before anything is launched. ``blocks``, where given, are parameters that belong
+    together, as those of one of several kernels: a search then varies one block at a time around
+    the best point, and so compiles one kernel for a point.
     """
 
     default: Params = field(default_factory=dict)
     choices: Mapping[str, tuple[Scalar, ...]] = field(default_factory=dict)
     constraint: Callable[[Params], Reason | None] = lambda params: None
+    blocks: tuple[tuple[str, ...], ...] = ()
 
     def __iter__(self) -> Iterator[dict[str, Scalar]]:
         """Every legal point, the default first."""

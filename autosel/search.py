@@ -4,7 +4,8 @@ A point that the space's constraint refuses is never tried; its reason is kept. 
 first, so that a budget of one still measures what the backend would do by itself, then known-good
 points, then either every other legal point in the space's own order or, when they are more than
 the budget, the proposals of Optuna's tree-structured Parzen estimator (Bergstra et al., "Algorithms
-for Hyper-Parameter Optimization", 2011). The same space, seed and outcomes give the same points.
+for Hyper-Parameter Optimization", 2011); in a space of blocks, neighbours of the best point so far.
+The same space, seed and outcomes give the same points.
 """
 
 from __future__ import annotations
@@ -24,8 +25,13 @@ from autosel.records import to_json
 
 Point = dict[str, Scalar]
 
-#: Spaces with more combinations than this are not listed to see how many of them are legal.
-LISTED = 100_000
+#: Spaces with more combinations than this are not listed to see how many of them are legal: each
+#: takes 5 to 15 us to judge, in every search anew.
+LISTED = 2_000
+#: Points drawn before a space counts as used up.
+DRAWS = 10_000
+#: Parameters of a block that a neighbour differs in, at most.
+CHANGES = 2
 #: Proposals in a row without a new legal point, after which one is drawn at random.
 PATIENCE = 20
 #: Random points before the estimator has enough to go by.
@@ -126,6 +132,9 @@ class Search:
                 for point in points.values():
                     yield point
                 return
+        if space.blocks:
+            yield from self._walked(space, budget, seed, early, listed)
+            return
         sampler = _Sampler(space, seed)
         seen: set[str] = set()
         for point in itertools.islice(_unique(early), budget):
@@ -144,6 +153,41 @@ class Search:
                 sampler.learn(found, value)
             else:
                 sampler.tell(trial, value)
+
+    def _walked(
+        self, space: Space, budget: int, seed: int, early: list[Point], listed: list[Point] | None
+    ) -> Generator[Point, float | None, None]:
+        """``early`` and then neighbours of the best point, of one block after the other."""
+        blocks = [[n for n in names if len(space.choices.get(n, ())) > 1] for names in space.blocks]
+        blocks = [names for names in blocks if names]
+        best, best_value = dict(space.default), math.inf
+        rng, seen, turn = random.Random(seed), set[str](), 0
+        queue = [*itertools.islice(_unique(early), budget)]
+        while len(seen) < budget:
+            found = queue.pop(0) if queue else None
+            if found is None and blocks:
+                found = self._neighbour(space, best, blocks[turn % len(blocks)], seen, rng)
+                turn += 1
+            if found is None:
+                found = self._drawn(space, listed, seen, rng)
+            if found is None:
+                return
+            seen.add(to_json(found))
+            value = yield found
+            if value is not None and value < best_value:
+                best, best_value = found, value
+
+    def _neighbour(
+        self, space: Space, best: Point, block: Sequence[str], seen: set[str], rng: random.Random
+    ) -> Point | None:
+        """A new legal point that differs from ``best`` in few parameters of ``block``."""
+        for _ in range(PATIENCE):
+            point = dict(best)
+            for name in rng.sample(block, min(len(block), rng.randint(1, CHANGES))):
+                point[name] = rng.choice([v for v in space.choices[name] if v != best[name]])
+            if to_json(point) not in seen and self._refusal(space, point) is None:
+                return point
+        return None
 
     def _proposal(
         self, space: Space, sampler: _Sampler, seen: set[str]
@@ -164,7 +208,7 @@ class Search:
         if listed is not None:
             left = [point for point in listed if to_json(point) not in seen]
             return rng.choice(left) if left else None
-        for _ in range(LISTED // 10):
+        for _ in range(DRAWS):
             drawn = {name: rng.choice(values) for name, values in space.choices.items()}
             point = {**space.default, **drawn}
             if to_json(point) not in seen and self._refusal(space, point) is None:

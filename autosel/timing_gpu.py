@@ -9,8 +9,9 @@ inside the timed part; while it runs, the host has time to queue what follows, s
 measured. It reads and does not write: dirty lines would be written back while the candidate runs.
 
 Clocks, temperature and throttling stand beside each sample where they can be read
-(:mod:`autosel.timing_nvml`). What two events with nothing between them measure is recorded as
-``overhead_us``; it is part of every sample and is not subtracted.
+(:mod:`autosel.timing_nvml`). What two events with nothing between them measure, some microseconds,
+is no part of a call: it is subtracted from every sample and recorded as ``overhead_us``, the one of
+events inside a graph as ``graph_overhead_us``. A sample is therefore what the call adds to a graph.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from autosel.core import Device, Scalar
 from autosel.timing_nvml import Conditions
 from autosel.timing_types import Call, Prepared, Sample, TimingSettings
 
+#: Samples of nothing, the middle one of which is the events' own time.
+EMPTY_SAMPLES = 15
+#: No sample is shorter than this: CUDA's events resolve about half of it.
+LEAST_US = 1.0
 #: Larger than any L2 cache by some factor, and long enough (tens of microseconds at several TB/s)
 #: to cover the host's launch of what follows.
 FLUSH_FACTOR = 4
@@ -67,10 +72,13 @@ class GpuTimer:
         self._facts: dict[str, Scalar] = {
             "cache": settings.cache,
             "flush_bytes": self._buffer.numel() * 4,
-            "clock": "device events",
+            # Another name than when their own time was part of every sample.
+            "clock": "device events, net",
             "graph": settings.graph,
-            "overhead_us": self._overhead_us(),
         }
+        self._graph_us = 0.0  # of two events with nothing between them, inside a graph
+        self._eager_us = 0.0  # and outside
+        self._eager_us = self._facts["overhead_us"] = self._empty_us(lambda: None)
         if self._conditions.missing:
             self._facts["clocks"] = self._conditions.missing
 
@@ -93,7 +101,10 @@ class GpuTimer:
             return Prepared(call, {"captured": False, "capture_error": missing})
         try:
             replay = self._capture(call, marked=settings.cache == "cold")
-            facts = {"captured": True, "event_nodes": isinstance(replay, _Marked)}
+            facts: dict[str, Scalar] = {"captured": True}
+            facts["event_nodes"] = isinstance(replay, _Marked)
+            if isinstance(replay, _Marked):
+                facts["graph_overhead_us"] = self._graph_us
             return Prepared(replay, facts)
         except (RuntimeError, NotImplementedError) as error:
             # A poisoned context raises again here and is the candidate's failure; an operator
@@ -104,10 +115,19 @@ class GpuTimer:
 
     def sample(self, call: Call, repeats: int) -> Sample:
         seen = self._conditions.read()
+        inside = isinstance(call, _Marked) and repeats == 1
+        empty_us = self._graph_us if inside else self._eager_us
+        us = max(self._between_us(call, repeats) - empty_us, LEAST_US) / repeats
+        # Lower clocks than the others had are no property of the candidate. All of a round are
+        # hit alike, so nothing is left out; the report says so.
+        return Sample(us, False, seen)
+
+    def _between_us(self, call: Call, repeats: int) -> float:
+        """Microseconds between two events around ``repeats`` calls, or inside the graph of one."""
         if isinstance(call, _Marked) and repeats == 1:
             call()
             self._api.synchronize()
-            return Sample(call.us(), False, seen)
+            return call.us()
         start = self._api.Event(enable_timing=True)
         end = self._api.Event(enable_timing=True)
         self._flush()
@@ -116,10 +136,7 @@ class GpuTimer:
             call()
         end.record()
         self._api.synchronize()
-        us = start.elapsed_time(end) * 1e3 / repeats
-        # Lower clocks than the others had are no property of the candidate. All of a round are
-        # hit alike, so nothing is left out; the report says so.
-        return Sample(us, False, seen)
+        return float(start.elapsed_time(end) * 1e3)
 
     def load(self) -> Mapping[str, float]:
         return {}
@@ -128,9 +145,10 @@ class GpuTimer:
         if self._buffer.numel():
             torch.sum(self._buffer, dim=0, out=self._sink)
 
-    def _overhead_us(self) -> float:
-        """The least that a sample of nothing measured; CUDA's events resolve about 0.5 us."""
-        return round(min(self.sample(lambda: None, 1).us for _ in range(5)), 3)
+    def _empty_us(self, nothing: Call) -> float:
+        """The middle one of some samples of nothing."""
+        found = sorted(self._between_us(nothing, 1) for _ in range(EMPTY_SAMPLES))
+        return round(found[EMPTY_SAMPLES // 2], 3)
 
     def _uuid(self) -> str | None:
         try:
@@ -149,19 +167,29 @@ class GpuTimer:
                 call()
         self._api.current_stream().wait_stream(stream)
         self._api.synchronize()
-        events = self._event_pair() if marked and self._has_event_nodes else None
+        if marked and self._has_event_nodes:
+            return self._marked(call)
         graph = self._api.CUDAGraph()
         # Other threads (a watchdog, a progress bar) may use the device meanwhile.
         with self._api.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            if events:
-                self._flush()
-                events[0].record()
             call()
-            if events:
-                events[1].record()
         graph.replay()
         self._api.synchronize()
-        return _Marked(graph, *events) if events else graph.replay
+        replay: Call = graph.replay
+        return replay
+
+    def _marked(self, call: Call) -> _Marked:
+        start, end = self._event_pair()
+        graph = self._api.CUDAGraph()
+        stream = _capture_stream(self._api, self._index)
+        with self._api.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._flush()
+            start.record()
+            call()
+            end.record()
+        graph.replay()
+        self._api.synchronize()
+        return _Marked(graph, start, end)
 
     def _event_pair(self) -> tuple[Any, Any]:
         """Two events that a graph records at every run."""
@@ -172,16 +200,7 @@ class GpuTimer:
     def _has_event_nodes(self) -> bool:
         """Whether torch and the device can time between events inside a graph; tried once."""
         try:
-            start, end = self._event_pair()
-            graph = self._api.CUDAGraph()
-            stream = _capture_stream(self._api, self._index)
-            with self._api.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                start.record()
-                self._sink.zero_()
-                end.record()
-            graph.replay()
-            self._api.synchronize()
-            start.elapsed_time(end)
+            self._graph_us = self._empty_us(self._marked(lambda: None))
         except (TypeError, RuntimeError, ValueError):
             return False
         return True

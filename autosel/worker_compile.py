@@ -21,8 +21,9 @@ from autosel.worker import Worker, WorkerDiedError
 from autosel.worker_limits import StepLimits
 from autosel.worker_wire import Compile
 
-#: Helpers at once, and the memory that each may need.
-MOST = 64
+#: Helpers at once, each of which takes five seconds of a core to import torch and compilers,
+#: and the memory that each may need.
+MOST = 16
 HELPER_BYTES = 1 << 30
 
 #: Of what computes, whoever is waited for goes first: beside as many helpers as cores the worker's

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autosel.core import Reason
+from autosel.core import Params, Reason
 from autosel.errors import AutoselError
 from autosel.interfaces import Space
-from autosel.search import Search
+from autosel.records import to_json
+from autosel.search import CHANGES, Search, first_points
 from tests.searching import best, walk
 
 SMALL = Space(
@@ -322,3 +323,59 @@ def test_importing_and_small_spaces_need_no_optuna_and_searching_is_silent():
         [sys.executable, "-W", "always::FutureWarning", "-c", code], capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+BLOCKS = Space(
+    default={"up_a": 0, "up_b": 0, "down_a": 0, "down_b": 0, "both": 0, "fixed": 1},
+    choices={name: tuple(range(6)) for name in ("up_a", "up_b", "down_a", "down_b", "both")},
+    blocks=(("up_a", "up_b"), ("down_a", "down_b"), ("both",)),
+)
+
+
+def apart(point: Params) -> float:
+    """Two kernels one after the other: 10 us at best, where all is 4."""
+    return 10.0 + sum(abs(int(value or 0) - 4) for name, value in point.items() if name != "fixed")
+
+
+def test_in_a_space_of_blocks_one_block_at_a_time_varies_around_the_best() -> None:
+    search = Search(BLOCKS, 30, seed=3, seeds=[{"up_a": 1, "down_b": 2}])
+    leader, best_us, tried = dict(BLOCKS.default), math.inf, []
+    while (point := search.ask()) is not None:
+        if len(tried) >= 2:  # its own and the seed
+            changed = {name for name in point if point[name] != leader[name]}
+            blocks = {block for block in BLOCKS.blocks if changed & set(block)}
+            assert len(blocks) == 1
+            assert 1 <= len(changed) <= CHANGES
+            assert blocks == {BLOCKS.blocks[(len(tried) - 2) % 3]}
+        us = apart(point)
+        tried.append(point)
+        if us < best_us:
+            leader, best_us = point, us
+        search.tell(us)
+    assert len(tried) == len({to_json(point) for point in tried}) == 30
+    assert best_us <= 13.0  # of 10 to 30; the default takes 30
+    assert search.found.tried[0].params == BLOCKS.default
+
+
+def test_a_block_that_is_used_up_leaves_the_turn_to_others() -> None:
+    space = Space({"a": 0, "b": 0}, {"a": (0, 1), "b": tuple(range(3000))}, blocks=(("a",), ("b",)))
+    points = first_points(space, 10, 0)
+    assert len({to_json(point) for point in points}) == 10
+    failing = Search(space, 10)
+    count = 0
+    while failing.ask() is not None:
+        count += 1
+        failing.tell(None)
+    assert count == 10
+
+
+def test_a_large_space_is_not_listed_to_be_searched() -> None:
+    """Judging every point of a large space took a second of each search."""
+    judged = []
+    space = Space(
+        {"a": 0, "b": 0},
+        {"a": tuple(range(100)), "b": tuple(range(100))},
+        constraint=lambda point: judged.append(point),
+    )
+    assert len(first_points(space, 10, 0)) == 10
+    assert len(judged) < 1000

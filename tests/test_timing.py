@@ -348,6 +348,7 @@ class ScriptedGpu:
 
     def __init__(self, capture_fails: bool = False, event_nodes: bool = True) -> None:
         self.gpu_us = 0.0
+        self.event_us = 2.5  # that an event takes itself
         self.log: list[str] = []
         self.capture_fails = capture_fails
         self.capturing: list[Any] | None = None
@@ -367,9 +368,11 @@ class ScriptedGpu:
                     gpu.capturing.append(self.mark)
                 else:
                     gpu.log.append("record")
+                    gpu.gpu_us += gpu.event_us
                     self.mark()
 
             def mark(self) -> None:
+                gpu.gpu_us += gpu.event_us * self.external
                 self.at = gpu.gpu_us
 
             def elapsed_time(self, end: Event) -> float:
@@ -451,7 +454,16 @@ def test_a_graph_is_captured_once_and_its_replays_are_timed() -> None:
     assert facts(found["a"])["captured"] is True
     assert facts(found["a"])["graph"] is True
     assert facts(found["a"])["event_nodes"] is True
+    assert facts(found["a"])["overhead_us"] == facts(found["a"])["graph_overhead_us"] == 2.5
     assert "replay,synchronize" in ",".join(gpu.log)
+
+
+def test_a_call_shorter_than_the_events_own_time_has_a_time() -> None:
+    gpu = ScriptedGpu()
+    settings = TimingSettings(rounds=1, samples_per_round=1, flush_bytes=4096)
+    timer = timing_gpu.GpuTimer(GPU, settings, api=gpu)
+    found = time_candidates({"a": lambda: None}, settings, timer)
+    assert found["a"].times_us == (timing_gpu.LEAST_US,)
 
 
 def test_without_event_nodes_the_events_stand_around_the_replay() -> None:

@@ -107,7 +107,8 @@ class Wna16TiledBackend(Backend):
             found = wna16_space.problem_with(layer, {**start, **params})
             return Reason(*found) if found else None
 
-        return Space(start, wna16_space.choices(layer, start), constraint)
+        choices = wna16_space.choices(layer, start)
+        return Space(start, choices, constraint, wna16_space.blocks(choices))
 
     def compile_ahead(
         self, problem: Problem, params: Params, num_tokens: int, device: Device
