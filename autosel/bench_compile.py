@@ -19,6 +19,9 @@ class FirstCallCompiles:
     ) -> None:
         """Nothing: the first call compiles."""
 
+    def compile_proof(self, candidate: Candidate, num_tokens: int) -> None:
+        """Nothing: a proof's calls compile."""
+
     def compiled(
         self,
         candidates: Sequence[Candidate],

@@ -148,6 +148,16 @@ class WorkerBench:
                     counts += [m for m in quick_counts(self._problem) if m != num_tokens]
                 self._compile(candidate, self._problem, counts, num_tokens)
 
+    def compile_proof(self, candidate: Candidate, num_tokens: int) -> None:
+        """Begin to compile what :meth:`prove` needs of it: it may well be the one to choose."""
+        if not compiles_ahead(self._backends[candidate.backend]):
+            return
+        with contextlib.suppress(*CAUGHT):  # the proof will tell
+            counts = [num_tokens, *full_counts(self._problem, self._tokens)]
+            self._compile(candidate, self._problem, counts, num_tokens)
+            small = extreme_problem(self._problem)
+            self._compile(candidate, small, [*extreme_counts(self._problem)], num_tokens)
+
     def compiled(
         self,
         candidates: Sequence[Candidate],
@@ -202,14 +212,9 @@ class WorkerBench:
         """Judge a candidate that is to be chosen on the full set; its row with the certificate."""
         self.load()
         candidate = row.candidate
-        if compiles_ahead(self._backends[candidate.backend]):
-            with contextlib.suppress(*CAUGHT):
-                counts = [row.num_tokens, *full_counts(self._problem, self._tokens)]
-                self._compile(candidate, self._problem, counts, row.num_tokens)
-                small = extreme_problem(self._problem)
-                counts = [*extreme_counts(self._problem)]
-                self._compile(candidate, small, counts, row.num_tokens)
-                self.compiled([candidate], row.num_tokens)
+        self.compile_proof(candidate, row.num_tokens)
+        with contextlib.suppress(*CAUGHT):
+            self.compiled([candidate], row.num_tokens)
         try:
             done = self._ask(Prove(row), "prove")
         except WorkerDiedError as death:

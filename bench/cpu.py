@@ -45,21 +45,21 @@ def problem(shape: str, group_size: int) -> Problem:
 
 
 def best_rows(result: SweepResult, shape: str, group_size: int, cache: str) -> list[dict]:
-    """One row a backend and token count: its fastest correct setting."""
-    best: dict[tuple[int, str], tuple[float, Measurement]] = {}
+    """One row a backend, token count and accuracy class: its fastest correct setting."""
+    best: dict[tuple[int, str, str], tuple[float, Measurement]] = {}
     for m in result.measurements:
         if m.status != "ok":
             continue
         us = samples.summary(m).estimate_us
-        key = (m.num_tokens, m.candidate.backend)
+        key = (m.num_tokens, m.candidate.backend, m.accuracy)
         if key not in best or us < best[key][0]:
             best[key] = (us, m)
     rows = []
-    for (tokens, backend), (us, m) in best.items():
+    for (tokens, backend, _), (us, m) in best.items():
         rivals = [
             other_us
-            for (count, name), (other_us, other) in best.items()
-            if count == tokens and name not in (OURS, backend) and other.accuracy == "exact"
+            for (count, name, accuracy), (other_us, _) in best.items()
+            if count == tokens and name not in (OURS, backend) and accuracy == "exact"
         ]
         bound = roofline(m.problem, tokens, result.ceilings).time_us if result.ceilings else None
         summary = samples.summary(m)

@@ -250,6 +250,12 @@ def choices(layer: TiledLayer, start: Params) -> dict[str, tuple[Any, ...]]:
     return out
 
 
+def blocks(choices: dict[str, tuple[Any, ...]]) -> tuple[tuple[str, ...], ...]:
+    """Parameters of each GEMM's kernel, then those of both."""
+    up, down = (tuple(n for n in choices if n.startswith(pre)) for pre in ("up_", "down_"))
+    return up, down, tuple(n for n in choices if n not in (*up, *down))
+
+
 def problem_with(layer: TiledLayer, p: Params) -> tuple[str, str, str] | None:
     """Why a point is illegal, as (what, found, required); known before anything is compiled."""
     for up, pre in ((True, "up"), (False, "down")):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from types import TracebackType
 
 from rich.console import Console
@@ -40,6 +41,9 @@ _LINES = {
 #: Ends that are worth a line while the sweep runs; the others are in the report.
 _LOUD = frozenset({"wrong", "nonfinite", "failed", "oom", "timeout", "crashed"})
 
+#: Of one backend and status so many; a search may meet tens.
+_ALIKE = 2
+
 
 class SweepProgress(Observer):
     """A context manager around one sweep, or several after each other."""
@@ -53,6 +57,7 @@ class SweepProgress(Observer):
         self._task = None
         self._began = time.monotonic()
         self._said: set[tuple[str, int]] = set()
+        self._left_out: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> SweepProgress:
         if sys.stderr.isatty():
@@ -83,6 +88,7 @@ class SweepProgress(Observer):
     ) -> None:
         counts = ",".join(map(str, tokens))
         self._said.clear()
+        self._left_out.clear()
         many = f"{backends} backend{'' if backends == 1 else 's'}"
         self._say(f"{self.label}: {many} at {tokens_text(counts)} on {device.name}")
         if self._live is not None:
@@ -109,9 +115,15 @@ class SweepProgress(Observer):
             return
         self.fresh += 1
         if measurement.status in _LOUD:
-            who, at = measurement.candidate.key, measurement.num_tokens
-            self._say(f"{who} at {tokens_text(at)} is left out: {measurement.status}: "
-                      f"{measurement.reason}")  # fmt: skip
+            who, at = measurement.candidate, measurement.num_tokens
+            alike = (who.backend, measurement.status)
+            self._left_out[alike] += 1
+            if self._left_out[alike] <= _ALIKE:
+                self._say(f"{who.key} at {tokens_text(at)} is left out: {measurement.status}: "
+                          f"{measurement.reason}")  # fmt: skip
+            elif self._left_out[alike] == _ALIKE + 1:
+                self._say(f"{who.backend}: further settings that are {measurement.status} are in "
+                          "the report only")  # fmt: skip
 
     def decided(self, decision: Decision) -> None:
         took = time_text(decision.winner_us)
