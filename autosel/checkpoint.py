@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -110,9 +110,12 @@ class Checkpoint:
         tp_size: int = 1,
         ep_rank: int = 0,
         ep_size: int = 1,
+        held: Sequence[int] | None = None,
     ) -> CanonicalExperts:
         """One layer's experts on the CPU, or a rank's part of them.
 
+        ``held`` names the experts to read, in the order in which they are to lie, in place of the
+        equal run that ``ep_rank`` of ``ep_size`` has.
         Reads one expert at a time into memory that is allocated once: at the peak less than three
         times the layer's packed bytes. ``act_dtype`` replaces the model's. Raises CheckpointError
         naming file, tensor and expert; nothing is guessed or left uninitialised. Findings that
@@ -122,7 +125,7 @@ class Checkpoint:
         problem = plan.layer.problem
         if problem is None:
             raise CheckpointError(f"layer {layer}: {plan.layer.status}: {plan.layer.reason}")
-        local = expert_range(problem.num_experts, ep_rank, ep_size)
+        local = expert_range(problem.num_experts, ep_rank, ep_size) if held is None else held
         rows = tp_share(problem.intermediate_size, tp_rank, tp_size)
         w13 = Stack(len(local), problem.num_shards * rows)
         w2 = Stack(len(local), problem.hidden_size)

@@ -51,28 +51,27 @@ def apply(
         raise AutoselError(field_error("x", "device", x.device, device))
     if out is not None:
         _check_out(out, x)
-    local = localize(
-        routing,
-        problem,
-        expert_map,
-        device=x.device,
-        any_ids=backend.reads_any_ids,
-        checked=checked_map,
-    )
-    if local.num_tokens != x.shape[0]:
-        raise RoutingError(
-            field_error("topk_ids", "tokens", local.num_tokens, f"{x.shape[0]} as in x")
-        )
-    if x.shape[0] == 0:
-        return torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-
-    if out is not None and out.is_contiguous() and not _share_memory(out, x):
-        buffer = out
-    else:
-        # Without `out` the result is the caller's; else it is copied there from planned memory.
-        make = torch.empty if out is None else workspace.empty
-        buffer = make(tuple(x.shape), dtype=x.dtype, device=x.device)
     with torch.no_grad():
+        local = localize(
+            routing,
+            problem,
+            expert_map,
+            device=x.device,
+            any_ids=backend.reads_any_ids,
+            checked=checked_map,
+        )
+        if local.num_tokens != x.shape[0]:
+            raise RoutingError(
+                field_error("topk_ids", "tokens", local.num_tokens, f"{x.shape[0]} as in x")
+            )
+        if x.shape[0] == 0:
+            return torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
+        if out is not None and out.is_contiguous() and not _share_memory(out, x):
+            buffer = out
+        else:
+            # Without `out` the result is the caller's; else it is copied there from planned memory.
+            make = torch.empty if out is None else workspace.empty
+            buffer = make(tuple(x.shape), dtype=x.dtype, device=x.device)
         if not x.is_contiguous():
             x = workspace.empty(tuple(x.shape), x.dtype, x.device).copy_(x)
         result = backend.run(packed, x, local, params, buffer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -13,11 +14,21 @@ from autosel.canonical import check_experts
 from autosel.core import CanonicalExperts, Problem
 from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RoutingError, field_error
-from autosel.layer_build import DEFAULTS, LayerOptions, Load, SharedExperts, build, spelled_out
+from autosel.layer_build import (
+    DEFAULTS,
+    LayerOptions,
+    Load,
+    SharedExperts,
+    build,
+    making,
+    spelled_out,
+)
 from autosel.layer_choice import Choice
+from autosel.layer_place import check_held, held_experts
 from autosel.layer_refusals import refuse
 from autosel.layer_runtime import LayerRuntime
 from autosel.layer_state import PackedModule
+from autosel.layer_surroundings import seen_by_torch
 from autosel.routing import route
 from autosel.routing_spec import RouterSpec
 from autosel.sources import CheckpointSource, WeightSource
@@ -86,15 +97,19 @@ class FusedMoE(PackedModule):
         """
         from autosel.checkpoint import Checkpoint
 
-        ep_rank, ep_size = options.get("ep_rank", 0), options.get("ep_size", 1)
-        source = CheckpointSource(
-            str(path), layer, tp_rank, tp_size, ep_rank, ep_size, act_dtype=act_dtype
-        )
-        if "router" not in options:
-            opened = Checkpoint.open(path)
-            options["router"] = opened.layer(layer).router
-            bias = opened.router(layer).get("e_score_correction_bias")
-            options.setdefault("correction_bias", bias)
+        with making(options):
+            source = CheckpointSource(str(path), layer, tp_rank, tp_size, act_dtype=act_dtype)
+            placed = options.get("expert_map")
+            if placed is not None:
+                source = replace(source, held=held_experts(placed, source.problem))
+            else:
+                rank, size = options.get("ep_rank", 0), options.get("ep_size", 1)
+                source = replace(source, ep_rank=rank, ep_size=size)
+            if "router" not in options:
+                opened = Checkpoint.open(path)
+                options["router"] = opened.layer(layer).router
+                bias = opened.router(layer).get("e_score_correction_bias")
+                options.setdefault("correction_bias", bias)
         return cls.from_source(source, **options)
 
     @classmethod
@@ -102,12 +117,17 @@ class FusedMoE(PackedModule):
     def from_source(cls, source: WeightSource, **options: Unpack[LayerOptions]) -> FusedMoE:
         """A layer whose weights ``source`` loads, now and again should a candidate fail later.
 
-        ``options`` are those of :class:`autosel.layer_build.LayerOptions`.
+        ``options`` are those of :class:`autosel.layer_build.LayerOptions`. ``ep_rank``,
+        ``ep_size`` or ``expert_map`` must say which experts the source loads; RoutingError where
+        a :class:`CheckpointSource` says otherwise.
         """
-        model = source.path if isinstance(source, CheckpointSource) else None
-        return cls._build(
-            lambda where: source.load(where), source.problem, source.label, options, model
-        )
+        model = None
+        with making(options):
+            if isinstance(source, CheckpointSource):
+                model = source.path
+                check_held(source, options)
+            problem = source.problem
+        return cls._build(lambda where: source.load(where), problem, source.label, options, model)
 
     @classmethod
     @spelled_out
@@ -118,7 +138,8 @@ class FusedMoE(PackedModule):
         Should a candidate fail later and the next one need another layout, the call raises.
         Raises CheckpointError for tensors that disagree with the experts' problem.
         """
-        check_experts(experts)
+        with making(options):
+            check_experts(experts)
         held: list[CanonicalExperts] = [experts]
 
         def load(where: torch.device) -> CanonicalExperts:
@@ -142,8 +163,8 @@ class FusedMoE(PackedModule):
         given: LayerOptions,
         model: str | None = None,
     ) -> FusedMoE:
+        runtime, identity = build(load, problem, given, model)
         options: LayerOptions = {**DEFAULTS, **given}
-        runtime, identity = build(load, problem, options, model)
         return cls(
             runtime,
             label=label,
@@ -187,26 +208,44 @@ class FusedMoE(PackedModule):
         if out is not None and out.shape != shape:
             raise AutoselError(field_error("out", "shape", list(out.shape), list(shape)))
         if len(shape) != 2:
+            for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+                if tensor.dim() == len(shape) and tensor.shape[:-1] != shape[:-1]:
+                    found, wanted = list(tensor.shape), f"{list(shape[:-1])} tokens as in x"
+                    raise RoutingError(field_error(name, "shape", found, wanted))
             x = _rows("x", x)
             topk_ids = _rows("topk_ids", topk_ids)
             topk_weights = _rows("topk_weights", topk_weights)
-        if torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled()):
+        into = None
+        if seen_by_torch(x, topk_ids, topk_weights):
             y = torch.ops.autosel.fused_moe(x, topk_ids, topk_weights, self._op_name)
         else:
-            # Rows that do not lie together in `out` are computed elsewhere and copied below.
-            flat = out if out is None or len(shape) == 2 or out.is_contiguous() else None
-            if flat is not None and len(shape) != 2:
-                flat = flat.view(x.shape)
-            y = self._runtime.run(x, topk_ids, topk_weights, flat, trusted)
+            if out is not None and self._may_write(out, x, shared_experts_input):
+                into = out if len(shape) == 2 else out.view(x.shape)
+            y = self._runtime.run(x, topk_ids, topk_weights, into, trusted)
         if self.reduce_group is not None:
             torch.distributed.all_reduce(y, group=self.reduce_group)
         if self.shared_experts is not None:
             own = shared_experts_input if shared_experts_input is not None else x.view(shape)
             y = y.add_(self.shared_experts(own).reshape(y.shape))
-        answer: torch.Tensor = y if len(shape) == 2 else y.view(shape)
-        if out is None or out is answer or out.data_ptr() == answer.data_ptr():
-            return answer if out is None else out
-        return out.copy_(answer)
+        if out is None:
+            answer: torch.Tensor = y if len(shape) == 2 else y.view(shape)
+            return answer
+        return out if into is not None else out.copy_(y.view(shape))
+
+    def _may_write(
+        self, out: torch.Tensor, x: torch.Tensor, shared_input: torch.Tensor | None
+    ) -> bool:
+        """Whether the routed experts may write into ``out`` at once.
+
+        Else the result is made in memory of its own and copied at the end: rows that do not lie
+        together cannot be summed over ranks, and shared experts read their input after the others.
+        """
+        if not out.is_contiguous():
+            return out.dim() == 2 and self.reduce_group is None and self.shared_experts is None
+        if self.shared_experts is None:
+            return True
+        own = x if shared_input is None else shared_input
+        return out.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()
 
     def apply_monolithic(
         self, x: torch.Tensor, router_logits: torch.Tensor, **options: Any
@@ -220,9 +259,11 @@ class FusedMoE(PackedModule):
             raise RoutingError(
                 field_error("FusedMoE.apply_monolithic", "router", "none", "a RouterSpec")
             )
-        routing = route(
-            router_logits.reshape(-1, router_logits.shape[-1]), self.router, self.correction_bias
-        )
+        experts = self.problem.num_experts
+        if router_logits.dim() == 0 or router_logits.shape[-1] != experts:
+            found, wanted = list(router_logits.shape), f"[..., {experts} experts]"
+            raise RoutingError(field_error("router_logits", "shape", found, wanted))
+        routing = route(router_logits.reshape(-1, experts), self.router, self.correction_bias)
         slots = (*x.shape[:-1], self.router.top_k)
         if routing.num_tokens != math.prod(slots[:-1]):
             found, wanted = list(router_logits.shape), f"{list(x.shape[:-1])} tokens as in x"

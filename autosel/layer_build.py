@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypedDict, TypeVar
 
 import torch
 
-from autosel.core import CanonicalExperts, Plan, Problem
+from autosel.core import CanonicalExperts, Device, Plan, Problem
+from autosel.errors import CheckpointError, field_error
+from autosel.identity import problem_differences
 from autosel.layer_choice import Chooser, Layouts
 from autosel.layer_place import expert_map_of, place, weights_id
 from autosel.layer_prove import prover
 from autosel.layer_refusals import refuse
 from autosel.layer_runtime import LayerRuntime
+from autosel.layer_surroundings import for_building
 from autosel.ranks import Ranks
 from autosel.ranks_choice import SharedChooser, exchange
 from autosel.routing_spec import RouterSpec
@@ -25,6 +29,9 @@ SharedExperts = Callable[[torch.Tensor], torch.Tensor]
 
 #: The ranks that sum their outputs also decide together.
 AUTO = "reduce_group"
+#: What only the weights themselves tell for sure: a description comes from headers and from the
+#: small tensors of expert 0.
+_SEEN_LATE = ("w13.symmetric", "w2.symmetric", "w13.has_g_idx", "w2.has_g_idx", "has_bias")
 
 
 class LayerOptions(TypedDict, total=False):
@@ -42,7 +49,8 @@ class LayerOptions(TypedDict, total=False):
     plan        counts before the plan in the database (``autosel plan``) or pack
     routing     kind of routing of the decisions to look up
     check       run each candidate once and compare with the reference before it is used
-    expert_map  integer ``[num_experts]``: local id of each expert or -1; left out, the ranks of
+    expert_map  integer ``[num_experts]``: local id of each expert or -1, in place of ``ep_rank``
+                of ``ep_size``; from a checkpoint these experts are read. Left out, the ranks of
                 expert parallelism hold equal runs of experts, the first ones one more
     decide_group  process group whose ranks hold parts of this layer and make it at the same time:
                 its first rank decides for all of them. Left out, it is ``reduce_group``; None lets
@@ -106,35 +114,77 @@ def spelled_out(function: Function) -> Function:
     return function
 
 
+@contextmanager
+def making(options: Mapping[str, object]) -> Iterator[None]:
+    """What comes before :func:`build`. A fault in here reaches the ranks that make the layer at the
+    same time, which would wait for this one; nothing of the caller's surroundings counts.
+    """
+    try:
+        with for_building():
+            yield
+    except Exception as error:
+        ranks = _ranks(options)
+        if ranks is not None:
+            exchange(ranks, None, error)
+        raise
+
+
 def build(
-    load: Load, problem: Problem, options: LayerOptions, model: str | None = None
+    load: Load, problem: Problem, given: LayerOptions, model: str | None = None
 ) -> tuple[LayerRuntime, str]:
     """The runtime of a layer whose weights ``load`` gives, and the id of these weights.
 
-    ``options`` are complete; names among them that nobody knows are refused here, where the other
-    ranks hear of it. ``model`` is the checkpoint's folder, where there is one.
+    Names among ``given`` that nobody knows are refused here. ``model`` is the checkpoint's folder,
+    where there is one.
     """
-    ranks = _ranks(options["decide_group"], options["reduce_group"])
-    try:
+    options: LayerOptions = {**DEFAULTS, **given}
+    with making(options):
         others = {name: value for name, value in options.items() if name not in DEFAULTS}
         refuse("FusedMoE", others, tuple(DEFAULTS))
         where, described = place(options["device"])
         chosen = expert_map_of(
             problem, options["ep_rank"], options["ep_size"], options["expert_map"]
         )
-    except Exception as error:
-        if ranks is not None:
-            exchange(ranks, None, error)  # the other ranks wait for this one
-        raise
+    with for_building(where):
+        on_device = None if chosen is None else chosen.to(where)
+        ranks = _ranks(options)
+        try:
+            return _build(load, problem, options, model, where, described, on_device, ranks)
+        except _OtherProblemError as other:
+            return _build(load, other.problem, options, model, where, described, on_device, ranks)
+
+
+class _OtherProblemError(CheckpointError):
+    """The weights need more than their description says."""
+
+    def __init__(self, problem: Problem, described: Problem) -> None:
+        super().__init__(field_error("weights", "layer", problem.key, described.key))
+        self.problem = problem
+
+
+def _build(
+    load: Load,
+    problem: Problem,
+    options: LayerOptions,
+    model: str | None,
+    where: torch.device,
+    described: Device,
+    expert_map: torch.Tensor | None,
+    ranks: Ranks | None,
+) -> tuple[LayerRuntime, str]:
     identity: list[str] = []
 
     def loader() -> CanonicalExperts:
         experts = load(where)
+        if experts.problem != problem:
+            late = {d.field for d in problem_differences(problem, experts.problem)}
+            other = _OtherProblemError(experts.problem, problem)
+            # Other ranks have been told the description; and sizes must never differ.
+            raise CheckpointError(str(other)) if ranks or not late <= set(_SEEN_LATE) else other
         if not identity:
             identity.append(weights_id(experts))
         return experts
 
-    on_device = None if chosen is None else chosen.to(where)
     check = options["check"]
     make = partial(
         Chooser,
@@ -147,18 +197,19 @@ def build(
         plan=options["plan"],
         model=model,
         require=options["require"],
-        prove=prover(loader, described, on_device, leads=bool(ranks)) if check else None,
+        prove=prover(loader, described, expert_map, leads=bool(ranks)) if check else None,
     )
     chooser: Chooser | SharedChooser = (
         make() if ranks is None else SharedChooser(ranks, make, problem, described)
     )
-    runtime = LayerRuntime(loader, chooser, where, on_device, check=check)
-    return runtime, identity[0]
+    return LayerRuntime(loader, chooser, where, expert_map, check=check), identity[0]
 
 
-def _ranks(decide_group: Any, reduce_group: Any) -> Ranks | None:
+def _ranks(options: Mapping[str, object]) -> Ranks | None:
     """The ranks that decide together; None for a process that decides alone."""
-    group = reduce_group if decide_group == AUTO else decide_group
+    group = options.get("decide_group", AUTO)
+    if group == AUTO:
+        group = options.get("reduce_group")
     if group is None:
         return None
     ranks = Ranks(group)

@@ -11,6 +11,7 @@ import torch
 from autosel.checkpoint import Checkpoint
 from autosel.errors import CheckpointError, field_error
 from autosel.layer import FusedMoE
+from autosel.layer_build import making
 from autosel.store import Database, Store, opened_database
 
 #: Told how many layers are done, of how many.
@@ -35,24 +36,26 @@ def load_moe_layers(
     One layer's unpacked weights exist at a time: the peak is all packed layers and one source
     layer. Raises CheckpointError when there is none, and for a layer that cannot be read, by name.
     """
-    opened = Checkpoint.open(path)
-    wanted = _wanted(opened) if layers is None else list(dict.fromkeys(layers))
-    for index in wanted:
-        layer = opened.layer(index)
-        if layer.status != "quantized":
-            found = f"{layer.status} ({layer.reason})"
-            raise CheckpointError(
-                field_error(str(path), f"layer {index}", found, "a quantised layer")
-            )
+    with making(options):
+        opened = Checkpoint.open(path)
+        wanted = _wanted(opened) if layers is None else list(dict.fromkeys(layers))
+        for index in wanted:
+            layer = opened.layer(index)
+            if layer.status != "quantized":
+                found = f"{layer.status} ({layer.reason})"
+                raise CheckpointError(
+                    field_error(str(path), f"layer {index}", found, "a quantised layer")
+                )
     loaded: dict[int, FusedMoE] = {}
     with opened_database(db) as store:
         # Opened once for all layers; a layer that has news later opens the file again.
         kept = db if isinstance(db, Store) or store.path is None else store.path
         for index in wanted:
-            rule = {
-                "router": opened.layer(index).router,
-                "correction_bias": opened.router(index).get("e_score_correction_bias"),
-            }
+            with making(options):
+                rule = {
+                    "router": opened.layer(index).router,
+                    "correction_bias": opened.router(index).get("e_score_correction_bias"),
+                }
             loaded[index] = FusedMoE.from_checkpoint(
                 path, index, device=device, db=kept, **{**rule, **options}
             )

@@ -45,13 +45,13 @@ class MoeWna16Parameters(ExpertParameters):
                     "MoeWna16Parameters", "format", repr(format_name), " or ".join(_SOURCES)
                 )
             )
-        names = ("tp_rank", "tp_size", "ep_rank", "ep_size")
-        local = rank_problem(problem, **{n: options[n] for n in names if n in options})
+        split = {name: options[name] for name in ("tp_rank", "tp_size") if name in options}
         # As the layout's own rule has it: from the whole layer's group size and the rank's sizes.
-        self._local_problem = replace(local, w13=problem.w13, w2=problem.w2)
-        moe_wna16.require(self._local_problem)
-        self.group_size = moe_wna16.common_group_size(self._local_problem)
+        local = replace(rank_problem(problem, **split), w13=problem.w13, w2=problem.w2)
+        moe_wna16.require(local)
+        self.group_size = moe_wna16.common_group_size(local)
         super().__init__(format_name, problem, **options)
+        self._local_problem = replace(local, num_local_experts=len(self._local))
 
     def experts(self) -> CanonicalExperts:
         """The filled parameters as canonical weights, in groups of :attr:`group_size`."""

@@ -26,6 +26,8 @@ from autosel.formats.base import (
 )
 from autosel.layer import FusedMoE
 from autosel.layer_axes import AXES, Cut
+from autosel.layer_build import making
+from autosel.layer_place import held_experts
 from autosel.layer_refusals import REFUSED
 from autosel.rank_problem import rank_problem
 from autosel.sharding import expert_range
@@ -51,6 +53,7 @@ class ExpertParameters(nn.Module):
         tp_size: int = 1,
         ep_rank: int = 0,
         ep_size: int = 1,
+        expert_map: torch.Tensor | None = None,
         zeros_minus_one: bool = True,
         transposed: bool = False,
         device: str | torch.device = "cpu",
@@ -59,6 +62,8 @@ class ExpertParameters(nn.Module):
 
         format_name      ``gptq``, ``awq`` or ``compressed-tensors``
         problem          the whole layer
+        expert_map       integer ``[num_experts]``: place of each expert here or -1, in place of
+                         the equal run that ``ep_rank`` of ``ep_size`` has
         zeros_minus_one  GPTQ: zero points are stored less one (``checkpoint_format`` ``gptq``)
         transposed       two-dimensional tensors are kept the other way round: inputs first for
                          compressed-tensors, as vLLM's first version does
@@ -70,10 +75,12 @@ class ExpertParameters(nn.Module):
         self.problem, self._format = problem, _find(format_name)
         self._axes, self._transposed = AXES[format_name], transposed
         self._minus_one = zeros_minus_one and format_name == "gptq"
-        self._local = expert_range(problem.num_experts, ep_rank, ep_size)
-        self._ranks = {
-            "tp_rank": tp_rank, "tp_size": tp_size, "ep_rank": ep_rank, "ep_size": ep_size,
-        }  # fmt: skip
+        run = expert_range(problem.num_experts, ep_rank, ep_size)
+        #: Global ids of the experts held, in the order in which they lie.
+        self._local = tuple(run) if expert_map is None else held_experts(expert_map, problem)
+        self._expert_map = expert_map
+        self._tp_rank, self._tp_size = tp_rank, tp_size
+        self._ep_rank, self._ep_size = ep_rank, ep_size
         hidden, inter = problem.hidden_size, problem.intermediate_size
         gate = Cut.of_outputs(problem.w13, inter, hidden, tp_rank, tp_size)
         down = Cut.of_inputs(problem.w2, hidden, inter, tp_rank, tp_size)
@@ -85,8 +92,9 @@ class ExpertParameters(nn.Module):
             for suffix in self._suffixes(cut.scheme):
                 shape = self._shape(name, suffix, cut)
                 made = torch.ones if suffix == self._format.scales else torch.zeros
-                tensor = made(len(self._local), *shape, dtype=self._dtype(suffix, cut.scheme))
-                parameter = nn.Parameter(tensor.to(device), requires_grad=False)
+                dtype, count = self._dtype(suffix, cut.scheme), len(self._local)
+                tensor = made(count, *shape, dtype=dtype, device=device)
+                parameter = nn.Parameter(tensor, requires_grad=False)
                 self.register_parameter(f"{name}_{suffix}", parameter)
 
     @property
@@ -98,7 +106,7 @@ class ExpertParameters(nn.Module):
     @property
     def is_k_full(self) -> bool:
         """Whether this rank's w2 has all inputs, or none of them an order of its own."""
-        return not self.problem.w2.has_g_idx or self._ranks["tp_size"] == 1
+        return not self.problem.w2.has_g_idx or self._tp_size == 1
 
     @property
     def num_groups_w13(self) -> int:
@@ -143,7 +151,7 @@ class ExpertParameters(nn.Module):
             return self._check_plain(tensor, cut, where)
         if suffix not in self._suffixes(cut.scheme):
             return self._check_unused(tensor, suffix, cut, where)
-        slot = expert_id - self._local.start
+        slot = self._local.index(expert_id)
         place = self._place(suffix, slot, shard_id)
         stored = ExpertParameters._dtype(self, suffix, cut.scheme)
         if tensor.dtype != stored and not (
@@ -152,7 +160,7 @@ class ExpertParameters(nn.Module):
             found, wanted = (DTYPE_NAMES.get(t, str(t)) for t in (tensor.dtype, stored))
             raise CheckpointError(field_error(where, "dtype", found, wanted))
         part = self._convert(suffix, cut.take(tensor, axes, where), cut, where).to(place)
-        if suffix == "bias" and shard_id == "w2" and self._ranks["tp_rank"]:
+        if suffix == "bias" and shard_id == "w2" and self._tp_rank:
             part = torch.zeros_like(part)  # the ranks' outputs are summed
         other = {"w1": "w3", "w3": "w1"}.get(shard_id)
         shared = suffix == self._format.g_idx and (slot, other, suffix) in self._loaded
@@ -166,7 +174,8 @@ class ExpertParameters(nn.Module):
 
     def experts(self) -> CanonicalExperts:
         """The filled parameters as canonical weights; CheckpointError for one that is missing."""
-        local = rank_problem(self.problem, **self._ranks)
+        local = self._rank_problem()
+        self._require_biases()
         stacks = {
             "w13": Stack(len(self._local), local.num_shards * local.intermediate_size),
             "w2": Stack(len(self._local), local.hidden_size),
@@ -187,14 +196,30 @@ class ExpertParameters(nn.Module):
         return CanonicalExperts(replace(local, w13=w13.scheme, w2=w2.scheme), w13, w2)
 
     def process_weights_after_loading(self, **options: Any) -> FusedMoE:
-        """Convert and pack, and let the parameters go; ``options`` of ``FusedMoE.from_experts``."""
-        experts = self.experts()
+        """Convert and pack, and let the parameters go.
+
+        ``options`` are those of :meth:`autosel.FusedMoE.from_experts`, without the three that say
+        which experts are here: the parameters know. AutoselError where one says otherwise.
+        """
+        known = {
+            "ep_rank": self._ep_rank, "ep_size": self._ep_size, "expert_map": self._expert_map,
+        }  # fmt: skip
+        with making(options):
+            for name, value in known.items():
+                given, kept = _plain(options.get(name, value)), _plain(value)
+                if given != kept:
+                    raise AutoselError(field_error("parameters", name, given, kept))
+            experts = self.experts()
         for name in list(self._parameters):
             self.register_parameter(name, None)
-        ranks = {name: self._ranks[name] for name in ("ep_rank", "ep_size")}
-        return FusedMoE.from_experts(experts, **{**ranks, **options})
+        return FusedMoE.from_experts(experts, **{**options, **known})
 
     # inside ----------------------------------------------------------------------------------
+
+    def _rank_problem(self) -> Problem:
+        """What of the layer is here."""
+        part = rank_problem(self.problem, tp_rank=self._tp_rank, tp_size=self._tp_size)
+        return replace(part, num_local_experts=len(self._local))
 
     def _suffixes(self, scheme: QuantScheme) -> tuple[str, ...]:
         """The tensors that are kept for a linear of this scheme."""
@@ -237,17 +262,28 @@ class ExpertParameters(nn.Module):
         return part
 
     def _require_loaded(self, slot: int, shard_id: Shard, cut: Cut) -> None:
-        origin = Origin(f"expert {self._local.start + slot} {shard_id}")
+        origin = Origin(f"expert {self._local[slot]} {shard_id}")
         for suffix in self._suffixes(cut.scheme):
             if suffix != "bias" and (slot, shard_id, suffix) not in self._loaded:
                 raise CheckpointError(
                     field_error(origin.label(suffix), "tensor", "never loaded", "one an expert")
                 )
 
+    def _require_biases(self) -> None:
+        """A projection may be without any; but zeros in the place of some were never loaded."""
+        if not self.problem.has_bias:
+            return
+        loaded = {place[:2] for place in self._loaded if place[2] == "bias"}
+        for shard_id in self._cuts:
+            missing = [s for s in range(len(self._local)) if (s, shard_id) not in loaded]
+            if missing and (not loaded or len(missing) < len(self._local)):
+                where = Origin(f"expert {self._local[missing[0]]} {shard_id}").label("bias")
+                raise CheckpointError(field_error(where, "tensor", "never loaded", "one an expert"))
+
     def _weight(self, slot: int, shard_id: Shard) -> QuantWeight:
         """One linear of the parameters as canonical weights of one expert."""
         fmt, cut = self._format, self._cuts[shard_id]
-        expert = self._local.start + slot
+        expert = self._local[slot]
         origin = Origin(f"expert {expert} {shard_id}")
         self._require_loaded(slot, shard_id, cut)
         found = {s: self._place(s, slot, shard_id).cpu() for s in self._suffixes(cut.scheme)}
@@ -307,6 +343,10 @@ class ExpertParameters(nn.Module):
             expected = "the implicit zero point" if suffix == fmt.zeros else "zeros"
             raise CheckpointError(field_error(where, "values", "others", expected))
         return True
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _find(name: str) -> Format:

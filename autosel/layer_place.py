@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 import torch
 
 from autosel.core import CanonicalExperts, Device, Problem
@@ -9,6 +13,7 @@ from autosel.device import detect
 from autosel.errors import AutoselError, RoutingError, field_error
 from autosel.expert_map import check_expert_map
 from autosel.sharding import expert_range
+from autosel.sources import CheckpointSource
 from autosel.verify import fingerprint
 
 
@@ -31,19 +36,10 @@ def place(device: str | torch.device) -> tuple[torch.device, Device]:
 def expert_map_of(
     problem: Problem, rank: int, size: int, given: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """int32 ``[num_experts]`` or None where every expert is here; refuses a map that misses one."""
+    """int32 ``[num_experts]`` or None where every expert is here in its own place; refuses a map
+    that misses an expert held here."""
     if given is not None:
-        check_expert_map(given, problem)
-        local = sorted(i for i in given.tolist() if i >= 0)
-        if local != list(range(problem.num_local_experts)):
-            raise RoutingError(
-                field_error(
-                    "expert_map",
-                    "local ids",
-                    local,
-                    f"each of 0 to {problem.num_local_experts - 1} once (no replicas)",
-                )
-            )
+        held_experts(given, problem, problem.num_local_experts)
         return given.to(torch.int32)
     held = expert_range(problem.num_experts, rank, size)
     if len(held) != problem.num_local_experts:
@@ -59,12 +55,44 @@ def expert_map_of(
     return ids
 
 
+def held_experts(
+    expert_map: torch.Tensor, problem: Problem, count: int | None = None
+) -> tuple[int, ...]:
+    """Global ids of the experts that a map places here, in the order in which they lie.
+
+    ``count`` is how many there must be; without it any number but none. RoutingError for another
+    number, two in one place, a gap, and a map of another shape or type.
+    """
+    check_expert_map(expert_map, problem)
+    placed = sorted((place, e) for e, place in enumerate(expert_map.tolist()) if place >= 0)
+    local = [place for place, _ in placed]
+    count = max(len(local), 1) if count is None else count
+    if local != list(range(count)):
+        wanted = f"each of 0 to {count - 1} once (no replicas)"
+        raise RoutingError(field_error("expert_map", "local ids", local, wanted))
+    return tuple(expert for _, expert in placed)
+
+
+def check_held(source: CheckpointSource, options: Mapping[str, Any]) -> None:
+    """RoutingError where options of the layer place other experts here than the source reads."""
+    problem = source.problem
+    experts = problem.num_experts
+    read = source.held or tuple(expert_range(experts, source.ep_rank, source.ep_size))
+    given = options.get("expert_map")
+    if given is None:
+        said = tuple(expert_range(experts, options.get("ep_rank", 0), options.get("ep_size", 1)))
+    else:
+        said = held_experts(given, replace(problem, num_local_experts=experts))
+    if read != said:
+        raise RoutingError(field_error(source.label, "experts read", list(read), list(said)))
+
+
 def weights_id(experts: CanonicalExperts) -> str:
     """Tells one layer's weights from another's of the same shape, at the cost of two experts."""
     parts = [
         f"{fingerprint(tensor[expert]):016x}"
         for weight in (experts.w13, experts.w2)
-        for tensor in (weight.codes, weight.scales)
+        for tensor in weight.tensors.values()
         for expert in (0, -1)
     ]
     return "-".join(parts)

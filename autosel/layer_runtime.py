@@ -27,6 +27,7 @@ from autosel.interfaces import Backend, Layout, PackedExperts
 from autosel.layer_check import Probe, make_probe
 from autosel.layer_choice import Choice, Chooser, Fault
 from autosel.layer_lookup import Lookup
+from autosel.layer_surroundings import for_building, for_calls, undisturbed
 from autosel.ranks_choice import SharedChooser
 
 #: Gives the layer's weights, or raises AutoselError where they are gone for good.
@@ -134,6 +135,20 @@ class LayerRuntime:
 
         A candidate whose backend raises is withdrawn and the next one takes the call over.
         """
+        if undisturbed(self.device):
+            return self._run(x, topk_ids, topk_weights, out, trusted, compiled)
+        with for_calls(self.device):
+            return self._run(x, topk_ids, topk_weights, out, trusted, compiled)
+
+    def _run(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        out: torch.Tensor | None,
+        trusted: bool,
+        compiled: bool,
+    ) -> torch.Tensor:
         while True:
             entry = self._table.at(x.shape[0])
             # Inside torch.compile the compiled graph plans memory, and its pools are private.
@@ -221,7 +236,10 @@ class LayerRuntime:
 
         Each round withdraws one candidate or ends, so there is no loop without end.
         """
-        source = _Once(self._loader)
+        with for_building(self.device):
+            return self._built(_Once(self._loader))
+
+    def _built(self, source: _Once) -> Lookup[Entry]:
         proven: dict[object, Entry] = {}
         while True:
             choices = self._chooser.table()

@@ -43,8 +43,9 @@ class WeightSource(Protocol):
 class CheckpointSource:
     """One MoE layer of a checkpoint folder, or a rank's part of it.
 
-    ``act_dtype`` replaces the model's. Opening reads configs and headers only; the folder is read
-    anew in each process, so that nothing large travels.
+    ``held`` are the global ids of the rank's experts in the order in which they lie; left out,
+    ranks have equal runs. ``act_dtype`` replaces the model's. Opening reads configs and headers
+    only; the folder is read anew in each process, so that nothing large travels.
     """
 
     path: str
@@ -54,6 +55,7 @@ class CheckpointSource:
     ep_rank: int = 0
     ep_size: int = 1
     act_dtype: str | None = None
+    held: tuple[int, ...] | None = None
 
     @property
     def problem(self) -> Problem:
@@ -64,13 +66,14 @@ class CheckpointSource:
             where = f"{self.path}: layer {self.layer}"
             raise CheckpointError(field_error(where, "weights", found, "a quantised layer"))
         whole = replace(layer.problem, act_dtype=self.act_dtype or layer.problem.act_dtype)
-        return rank_problem(
+        part = rank_problem(
             whole,
             tp_rank=self.tp_rank,
             tp_size=self.tp_size,
             ep_rank=self.ep_rank,
             ep_size=self.ep_size,
         )
+        return part if self.held is None else replace(part, num_local_experts=len(self.held))
 
     @property
     def label(self) -> str:
@@ -85,6 +88,7 @@ class CheckpointSource:
             tp_size=self.tp_size,
             ep_rank=self.ep_rank,
             ep_size=self.ep_size,
+            held=self.held,
         )
         return experts.to(device)
 

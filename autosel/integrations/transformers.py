@@ -20,6 +20,8 @@ from autosel.checkpoint import Checkpoint
 from autosel.errors import AutoselError, CheckpointError, UnsupportedError, field_error
 from autosel.layer import FusedMoE
 from autosel.layer_loading import load_moe_layers
+from autosel.layer_surroundings import for_building
+from autosel.routing_spec import RouterSpec
 from autosel.store import Database
 
 __all__ = ["replace_experts"]
@@ -42,47 +44,59 @@ def replace_experts(
                      experts and everything else stay; its own experts are dropped and may have
                      been anything, also on the meta device.
     checkpoint_path  the quantised checkpoint the experts are read from
-    device           where the experts run; the router's device when left out
+    device           where the experts run; for each layer its router's device when left out
     act_dtype        the dtype of the model when left out
     options          of :meth:`autosel.FusedMoE.from_checkpoint`
 
     Layers that the checkpoint does not quantise are left alone. Raises UnsupportedError for a
     model without a block that is known, and CheckpointError when checkpoint and model are not the
-    same model (another number of layers, other sizes, another router). Then nothing is replaced.
+    same model (another number of layers, other sizes, another router or routing rule). Then
+    nothing is replaced.
     """
     blocks = _blocks(model)
-    opened = Checkpoint.open(checkpoint_path)
+    with for_building():
+        wanted = _wanted(Checkpoint.open(checkpoint_path), blocks)
+    places: dict[str | torch.device, list[int]] = {}
+    for index, block in wanted.items():
+        where = device if device is not None else _device(_router_weight(block))
+        places.setdefault(where, []).append(index)
+    first = _router_weight(next(iter(wanted.values())))
+    layers: dict[int, FusedMoE] = {}
+    for where, indices in places.items():
+        layers |= load_moe_layers(
+            checkpoint_path,
+            layers=indices,
+            device=where,
+            act_dtype=act_dtype or _dtype(model, first),
+            db=db,
+            **options,
+        )
+    for index, block in wanted.items():
+        join = _join(block)
+        assert join is not None, "only known blocks are wanted"
+        join(block, layers[index])
+    return {index: layers[index] for index in wanted}
+
+
+def _wanted(opened: Checkpoint, blocks: dict[int, Any]) -> dict[int, Any]:
+    """Those of the model's blocks that the checkpoint quantises; refuses another model's."""
     known = {layer.index: layer for layer in opened.layers}
     wanted = {}
     for index, block in blocks.items():
         if index not in known:
             raise CheckpointError(
-                field_error(
-                    str(checkpoint_path), f"MoE layer {index}", "none", "one as in the model"
-                )
+                field_error(str(opened.path), f"MoE layer {index}", "none", "one as in the model")
             )
         if known[index].status == "unquantized":
             continue
         _check_router(opened, index, block)
+        _check_rule(f"{opened.path}: layer {index}", known[index].router, block)
         wanted[index] = block
     if not wanted:
         raise CheckpointError(
-            field_error(str(checkpoint_path), "quantised MoE layers", "none", "at least one")
+            field_error(str(opened.path), "quantised MoE layers", "none", "at least one")
         )
-    first = _router_weight(next(iter(wanted.values())))
-    layers = load_moe_layers(
-        checkpoint_path,
-        layers=wanted,
-        device=device if device is not None else _device(first),
-        act_dtype=act_dtype or _dtype(model, first),
-        db=db,
-        **options,
-    )
-    for index, block in wanted.items():
-        join = _join(block)
-        assert join is not None, "only known blocks are wanted"
-        join(block, layers[index])
-    return layers
+    return wanted
 
 
 Join = Callable[[Any, FusedMoE], None]
@@ -160,6 +174,10 @@ _JOINS: dict[str, Join] = {
 }
 
 
+#: These route by the checkpoint's rule, the others take what the model's own router says.
+_ROUTE_HERE = (_as_forward, _as_forward_with_shared, _as_llama4)
+
+
 def _join(block: nn.Module) -> Join | None:
     """How this module takes new experts; None where it has none, or is not known."""
     experts = getattr(block, "experts", None)
@@ -221,6 +239,18 @@ def _check_router(opened: Checkpoint, index: int, block: Any) -> None:
         raise CheckpointError(
             field_error(where, "weights", "others than the model's", "the checkpoint of this model")
         )
+
+
+def _check_rule(where: str, rule: RouterSpec | None, block: Any) -> None:
+    """A model may have been loaded with another rule than the checkpoint's config states."""
+    if rule is None or _join(block) not in _ROUTE_HERE:
+        return
+    for name, stated in (("top_k", rule.top_k), ("norm_topk_prob", rule.renormalize)):
+        own = getattr(block, name, stated)
+        if own != stated:
+            raise CheckpointError(
+                field_error(f"{where}: router", name, stated, f"{own} as in the model")
+            )
 
 
 def _device(weight: torch.Tensor) -> torch.device:

@@ -223,6 +223,23 @@ def refused_on_one(stage: Stage) -> dict:
     return served(stage.layer(":memory:", device=device))
 
 
+def folder_missing_on_one(stage: Stage) -> dict:
+    """A checkpoint that one rank cannot open: it fails before it ever meets the others."""
+    return from_folder(stage, lambda path, group: FusedMoE.from_checkpoint(path, 0, **group))
+
+
+def model_missing_on_one(stage: Stage) -> dict:
+    from autosel import load_moe_layers
+
+    return from_folder(stage, lambda path, group: load_moe_layers(path, **group)[0])
+
+
+def from_folder(stage: Stage, load) -> dict:
+    there = Path(__file__).resolve().parents[1] / "fixtures/checkpoints/ct-w4-g128-sym-mixtral"
+    path = stage.folder / "nowhere" if stage.rank == stage.size - 1 else there
+    return served(load(path, {"db": ":memory:", "reduce_group": distributed.group.WORLD}))
+
+
 def uneven_experts(stage: Stage) -> dict:
     """Expert parallelism that does not divide: the parts differ, the candidate does not."""
     for name in ("alpha", "beta"):

@@ -151,6 +151,18 @@ def test_wrong_inputs_are_named(layer, change, message, trusted):
         layer(*change(*inputs(3)), trusted=trusted)
 
 
+@pytest.mark.parametrize("which", [1, 2])
+def test_rows_in_another_arrangement_are_refused(layer, which):
+    """As many tokens, and still others: [3, 2] is no [2, 3]."""
+    call = [tensor.view(2, 3, -1) for tensor in inputs(6)]
+    call[which] = call[which].reshape(3, 2, -1)
+    name = ("x", "topk_ids", "topk_weights")[which]
+    with pytest.raises(RoutingError, match=rf"{name}: shape: .*expected \[2, 3\] tokens"):
+        layer(*call)
+    flat = inputs(6)
+    assert torch.equal(layer(flat[0].view(2, 3, H), *flat[1:]), layer(*flat).view(2, 3, H))
+
+
 def test_wrong_out_is_named(layer):
     with pytest.raises(AutoselError, match="out: shape"):
         layer(*inputs(3), out=torch.empty(4, H, dtype=torch.bfloat16))
@@ -235,6 +247,36 @@ def test_shared_experts_are_added(source):
     torch.testing.assert_close(out, plain(x, ids, weights) + 1)
 
 
+def views_of_x(kind, x):
+    """``x`` with a result tensor that shares its memory, wholly or in part."""
+    room = torch.zeros(2 * x.numel(), dtype=x.dtype)
+    here = room[: x.numel()].view(x.shape).copy_(x)
+    if kind == "x itself":
+        return here, here
+    if kind == "one row on":
+        return here, room[x.shape[-1] : x.shape[-1] + x.numel()].view(x.shape)
+    wide = torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)
+    here = wide[..., : x.shape[-1]].copy_(x)
+    return here, wide[..., 1 : x.shape[-1] + 1]
+
+
+@pytest.mark.parametrize("shape", [(6,), (2, 3)])
+@pytest.mark.parametrize("kind", ["x itself", "one row on", "columns beside"])
+def test_a_result_in_the_memory_of_x(source, kind, shape):
+    """The shared experts see x as it was, not what the routed experts left there."""
+    x, ids, weights = (tensor.view(*shape, -1) for tensor in inputs(6))
+    for options in ({}, {"shared_experts": lambda x: 2 * x + 1}):
+        layer = FusedMoE.from_source(source, **options)
+        expected = layer(x, ids, weights)
+        here, out = views_of_x(kind, x)
+        assert layer(here, ids, weights, out=out) is out
+        assert torch.equal(out, expected)
+        if options:
+            here, out = views_of_x(kind, x)
+            layer(torch.clone(here), ids, weights, out=out, shared_experts_input=here)
+            assert torch.equal(out, expected)
+
+
 def test_a_shared_module_is_a_child(source):
     layer = FusedMoE.from_source(source, shared_experts=nn.Linear(H, H, dtype=torch.bfloat16))
     assert [name for name, _ in layer.named_parameters()] == [
@@ -262,6 +304,10 @@ def test_monolithic_is_routing_and_then_the_layer(source):
     assert layer.apply_monolithic(x[:, :0], logits[:, :0]).shape == (2, 0, H)
     with pytest.raises(RoutingError, match="router_logits"):
         layer.apply_monolithic(x, logits[:1])
+    # Logits of another router choose experts that are not there, which would add nothing.
+    for wide in (torch.randn(2, 3, 8), torch.randn(2, 3, 3), torch.tensor(1.0)):
+        with pytest.raises(RoutingError, match=r"router_logits: shape: .*4 experts"):
+            layer.apply_monolithic(x, wide)
 
 
 def test_apply_is_the_layer_for_tensors_and_torchs_own_for_a_function(layer):

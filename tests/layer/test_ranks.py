@@ -141,6 +141,8 @@ def test_without_a_group_nobody_waits(run, size):
         ("weights_missing_on_one", "failed: shard 3: expert 5: found nothing, expected w2"),
         ("other_layer_on_one", "hidden_size: found 64 on rank 1, expected 32 as on rank 0"),
         ("refused_on_one", "'no such device'"),
+        ("folder_missing_on_one", "nowhere"),
+        ("model_missing_on_one", "nowhere"),
         ("sweep_fails", "the leading rank failed: weights: found nothing, expected a shard"),
     ],
 )

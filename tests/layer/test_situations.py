@@ -17,12 +17,11 @@ from autosel.sources import RandomSource
 from autosel.store import Store
 from tests.layer.decided import candidate, store_times
 
-CPU = detect("cpu")
 SCHEME = QuantScheme(4, 32, True)
 BACKENDS = [
     backend.name
     for backend in registry.all_backends()
-    if backend.supports(Problem(8, 8, 2, 64, 32, SCHEME, SCHEME), CPU)
+    if backend.supports(Problem(8, 8, 2, 64, 32, SCHEME, SCHEME), detect("cpu"))
 ]
 
 
@@ -43,15 +42,17 @@ class Held:
 
 def run_by(name, experts, tmp_path, **options):
     """A layer that runs all token counts with this backend; skips where it does not support it."""
-    problem = experts.problem
-    support = registry.get(name).supports(problem, CPU)
+    # As the machine is now: threads and packages are part of what a decision is stored for, and
+    # when this file was imported other tests had not yet set theirs.
+    problem, device = experts.problem, detect("cpu")
+    support = registry.get(name).supports(problem, device)
     if not support:
         pytest.skip(f"{name}: {support}")
     with Store.open(tmp_path / "layer.db") as store:
-        winner = candidate(name, problem, CPU, 4)
+        winner = candidate(name, problem, device, 4)
         if registry.get(name).accuracy(winner.params_dict) != "exact":
             pytest.skip(f"{name} quantises activations")
-        store_times(store, problem, CPU, {4: {winner: 10.0}})
+        store_times(store, problem, device, {4: {winner: 10.0}})
         layer = FusedMoE.from_source(Held(experts), db=store, **options)
     assert [choice.candidate for choice in layer.choices] == [winner]
     return layer
@@ -255,6 +256,51 @@ def test_every_expert_in_every_token(name, tmp_path):
     x, ids, weights = call(made, 5)
     ref = moe(x, made, Routing(ids, weights))
     assert relative(layer(x, ids, weights), ref) < LIMITS["float32"]
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_expert_twice_in_one_token_counts_twice(name, tmp_path):
+    """A router never does that; hash tables and replicas that are mapped back do."""
+    made = random_experts(top_k=4)
+    layer = run_by(name, made, tmp_path)
+    x, ids, weights = call(made, 5)
+    ids[:, 1], ids[2] = ids[:, 0], 3
+    ref = moe(x, made, Routing(ids, weights))
+    assert relative(layer(x, ids, weights), ref) < LIMITS["float32"]
+    once = weights.clone()
+    once[:, 1] = 0
+    assert relative(moe(x, made, Routing(ids, once)), ref) > 0.1
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_weights_of_any_size_and_sign(name, tmp_path):
+    """Not renormalised, scaled, zero, negative: what counts is what the caller passes."""
+    made = random_experts()
+    layer = run_by(name, made, tmp_path)
+    x, ids, weights = call(made, 6)
+    weights = torch.tensor([[0.0, 0.0], [-1.0, 2.0], [1e-20, 1.0], [1e6, 1.0], [0.0, 3.0], [1, 1]])
+    out, ref = layer(x, ids, weights), moe(x, made, Routing(ids, weights))
+    for got, right in zip(out[1:], ref[1:], strict=True):
+        assert relative(got, right) < LIMITS["float32"]
+    assert not out[0].any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_token_that_is_not_finite_spoils_no_other(name, bad, tmp_path):
+    """All of them on the same experts, so that they meet in every block of every kernel."""
+    made = random_experts()
+    layer = run_by(name, made, tmp_path)
+    x, ids, weights = call(made, 9)
+    ids = ids[:1].repeat(9, 1)
+    ref = moe(x, made, Routing(ids, weights))
+    for row in (0, 4, 8):
+        spoilt = x.clone()
+        spoilt[row] = bad
+        out = layer(spoilt, ids, weights)
+        others = [i for i in range(9) if i != row]
+        assert relative(out[others], ref[others]) < LIMITS["float32"]
+        assert not torch.isfinite(out[row]).all()
 
 
 @pytest.mark.parametrize("name", BACKENDS)

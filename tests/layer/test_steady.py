@@ -235,24 +235,31 @@ def test_threads_with_different_counts_do_not_share_scratch(layer):
     assert wrong == []
 
 
-def test_scratch_shared_between_threads_would_be_seen(monkeypatch):
-    """The planted fault: one buffer for all threads gives wrong results in the same setting."""
-    shared = workspace._Thread()
-    monkeypatch.setattr(workspace, "_thread", shared)
-    held = workspace.begin(CPU)
-    mine = workspace.empty((4,), torch.float32, CPU)
-    workspace.end(held)
-    other: list[int] = []
+class Shared:
+    """What :class:`autosel.workspace._Thread` is for one thread, for all of them."""
+
+    def __init__(self):
+        self.active, self.held = None, {}
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_each_thread_has_scratch_of_its_own(monkeypatch, planted):
+    """And the planted fault, one buffer for all threads, shows as one address."""
+    monkeypatch.setattr(workspace, "_thread", (Shared if planted else workspace._Thread)())
+    parts: list[torch.Tensor] = []  # kept: freed memory of one thread may be given to the next
 
     def work():
-        inside = workspace.begin(CPU)
-        other.append(workspace.empty((4,), torch.float32, CPU).data_ptr())
-        workspace.end(inside)
+        for _ in range(2):  # the first call finds no buffer yet
+            held = workspace.begin(CPU)
+            part = workspace.empty((4,), torch.float32, CPU)
+            workspace.end(held)
+        parts.append(part)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert mine.data_ptr() not in other
+    for _ in range(2):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert (len({part.data_ptr() for part in parts}) == 1) is planted
 
 
 # ids that are no expert --------------------------------------------------------------------------

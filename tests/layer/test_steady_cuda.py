@@ -125,6 +125,57 @@ def test_two_streams_at_once(layer):
         assert len({key for key in workspace._thread.held if key[0].type == "cuda"}) >= 3
 
 
+def test_the_same_layer_on_two_streams_that_really_run_at_once(layer):
+    """Both streams wait, so that all calls are in flight when the first kernel begins.
+
+    Different inputs: with one scratch for both, rows of one call end up in the other's result.
+    """
+    calls = [inputs(48, seed) for seed in (1, 2)]
+    calls = [(x, ids.long(), weights.bfloat16()) for x, ids, weights in calls]
+    expected = [layer(*call) for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    outs = [torch.full((16, *call[0].shape), torch.nan, device="cuda").bfloat16() for call in calls]
+    torch.cuda.synchronize()
+    for stream, call in zip(streams, calls, strict=True):  # each plans its scratch
+        with torch.cuda.stream(stream):
+            layer(*call)
+    torch.cuda.synchronize()
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(100_000_000)  # cycles: some 50 ms
+    for step in range(16):
+        for stream, call, own in zip(streams, calls, outs, strict=True):
+            with torch.cuda.stream(stream):
+                layer(*call, out=own[step])
+    torch.cuda.synchronize()
+    for own, right, call in zip(outs, expected, calls, strict=True):
+        assert close(right, call[0], call[1], call[2].float())
+        for out in own:
+            assert float((out.float() - right.float()).norm() / right.float().norm()) < 1e-2
+    apart = float((expected[0].float() - expected[1].float()).norm() / expected[0].float().norm())
+    assert apart > 0.1  # mixed rows would be seen
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_each_stream_has_scratch_of_its_own(monkeypatch, planted):
+    """And the planted fault, one buffer for all streams, shows as one address."""
+    if planted:
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0)
+    device = torch.device("cuda", torch.cuda.current_device())
+    workspace.release()
+    found = set()
+    for stream in (torch.cuda.Stream(), torch.cuda.Stream()):
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # the first call finds no buffer yet
+                held = workspace.begin(device)
+                part = workspace.empty((1 << 16,), torch.float32, device)
+                workspace.end(held)
+            found.add(part.data_ptr())
+    torch.cuda.synchronize()
+    workspace.release()
+    assert (len(found) == 1) is planted
+
+
 def test_threads_with_a_stream_each(layer):
     calls = [inputs(tokens, tokens) for tokens in (1, 8, 33, 64)]
     calls = [(x, ids.long(), weights) for x, ids, weights in calls]

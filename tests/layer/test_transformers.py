@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -324,6 +325,20 @@ def test_in_bfloat16_too(get_checkpoint):
 
 
 @torch.no_grad()
+def test_the_documented_lines(get_checkpoint):
+    """What docs/layer.md shows, as it stands there."""
+    checkpoint = get_checkpoint("awq-gptqmodel-w4-g32-mixtral")
+    page = Path(__file__).resolve().parents[2] / "docs" / "layer.md"
+    (shown,) = re.findall(r"^```py\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    model = dense_model(checkpoint)
+    ids = prompt(model)
+    logits = model(ids).logits
+    exec(shown.replace("path/to/quantised/checkpoint", str(checkpoint.path)), {"model": model})
+    assert isinstance(block_of(model.model.layers[0]).experts, FusedMoE)
+    assert distance(model(ids).logits, logits) < 3e-3
+
+
+@torch.no_grad()
 def test_experts_swapped_between_layers_are_seen(get_checkpoint):
     """The planted fault: the tolerance tells one layer's experts from another's."""
     checkpoint = get_checkpoint("awq-gptqmodel-w4-g32-mixtral")
@@ -352,6 +367,23 @@ def test_models_that_do_not_fit_are_refused_whole(get_checkpoint):
     replace_experts(model, checkpoint.path)
     with pytest.raises(AutoselError, match="replaced already"):
         replace_experts(model, checkpoint.path)
+
+
+def test_a_model_with_another_rule_than_the_checkpoint_is_refused(get_checkpoint):
+    """Blocks that route by the checkpoint's rule: a model loaded with another number of experts a
+    token would go on with the checkpoint's without a word."""
+    checkpoint = get_checkpoint("gptq-v1-w4-g64-sym-actorder-qwen3moe")
+    model = dense_model(checkpoint)
+    block = block_of(model.model.layers[-1])
+    if not hasattr(block, "top_k"):
+        pytest.skip("the blocks of this transformers route by themselves")
+    for name, other in (("top_k", block.top_k + 1), ("norm_topk_prob", not block.norm_topk_prob)):
+        before = getattr(block, name)
+        setattr(block, name, other)
+        with pytest.raises(CheckpointError, match=rf"router: {name}: found {before}, .*{other}"):
+            replace_experts(model, checkpoint.path)
+        setattr(block, name, before)
+    assert replace_experts(model, checkpoint.path)
 
 
 @torch.no_grad()

@@ -1,0 +1,79 @@
+"""What a process may have switched on around a layer, and what of it must not reach the kernels.
+
+A model runs under autocast, is built under ``torch.device("meta")`` with another default dtype, or
+has its layers on several devices. Each of these changes what torch's operators inside a backend do;
+none of them may change the layer's numbers, or have a good candidate withdrawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+__all__ = ["CPU", "for_building", "for_calls", "seen_by_torch", "undisturbed"]
+
+CPU = torch.device("cpu")
+_torch: Any = torch._C
+
+
+def undisturbed(device: torch.device) -> bool:
+    """Whether a call on ``device`` may run as things are. Asked in every call."""
+    return not (
+        torch.is_autocast_enabled(device.type)
+        or _torch._len_torch_function_stack()
+        or (device.type != "cpu" and torch.accelerator.current_device_index() != device.index)
+    )
+
+
+@contextmanager
+def for_calls(device: torch.device) -> Iterator[None]:
+    """No autocast, no default device, and ``device`` the current one: kernels are launched there.
+
+    What the caller switched on is on again afterwards, and for the shared experts.
+    """
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled(device.type):
+            stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(_torch.DisableTorchFunction())
+        if device.type != "cpu":
+            stack.enter_context(torch.get_device_module(device).device(device.index))
+        yield
+
+
+@contextmanager
+def for_building(device: torch.device = CPU) -> Iterator[None]:
+    """Reading, packing and the first run of each candidate, as in a fresh process.
+
+    Tensors made in inference mode could not be written outside of it.
+    """
+    before = torch.get_default_dtype()
+    with ExitStack() as stack:
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(for_calls(device))
+        if before != torch.float32:  # it is the whole process's, so it is only touched if need be
+            torch.set_default_dtype(torch.float32)
+            stack.callback(torch.set_default_dtype, before)
+        yield
+
+
+def seen_by_torch(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> bool:
+    """Whether somebody follows torch's operators: torch.compile, autograd, ``torch.jit.trace``,
+    fake tensors, ``vmap``, a dispatch mode.
+
+    They would miss a kernel that is called with pointers; such calls go through one operator.
+    """
+    plain = torch.Tensor
+    return (
+        torch.compiler.is_compiling()
+        or type(x) is not plain
+        or type(topk_ids) is not plain
+        or type(topk_weights) is not plain
+        or _torch._len_torch_dispatch_stack() > 0
+        or _torch._get_tracing_state() is not None
+        or _torch._functorch.peek_interpreter_stack() is not None
+        or ((x.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled())
+    )
