@@ -38,7 +38,7 @@ from autosel.errors import AutoselError, NothingUsableError, field_error
 from autosel.racing import CONFIDENCE, EPSILON, RERUNS, SEPARATES, Eliminated
 from autosel.racing_bounds import PairedRatio
 from autosel.racing_stored import rerun
-from autosel.records import timing_mode
+from autosel.records import comparable
 
 __all__ = [
     "NothingUsable",
@@ -280,9 +280,8 @@ def _check_alike(measurements: Sequence[Measurement]) -> None:
                         "one value in all measurements",
                     )
                 )
-    # A candidate that cannot be captured in a graph is timed as it would run: without one. Its
-    # other settings must be those of its rivals. Who failed before timing has none.
-    modes = [{**timing_mode(m.timing), "graph": None} for m in measurements if m.status == "ok"]
+    # Who failed before it was timed has no mode.
+    modes = [comparable(m.timing) for m in measurements if m.status == "ok"]
     for mode in modes:
         if mode != modes[0]:
             raise AutoselError(

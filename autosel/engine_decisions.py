@@ -10,6 +10,7 @@ from autosel.core import Decision, Device, Problem
 from autosel.decide import decide
 from autosel.engine_export import BACKEND
 from autosel.explanation import COLD
+from autosel.records import of_newest_mode
 from autosel.store import Store
 
 #: Values of ``--moe-backend`` that vLLM 0.33 takes for WNA16 layers (``map_wna16_backend``), by our
@@ -51,10 +52,9 @@ def triton_decisions(
     store: Store, problem: Problem, device: Device, routing: str = "uniform"
 ) -> list[Decision]:
     """The best verified Triton settings at each measured token count; empty when none was timed."""
+    stored = store.measurements(problem, device, routing, timing=tuple(COLD.items()))
     rows = [
-        m
-        for m in store.measurements(problem, device, routing, timing=tuple(COLD.items()))
-        if m.candidate.backend == BACKEND and m.status == "ok"
+        m for m in of_newest_mode(stored) if m.candidate.backend == BACKEND and m.status == "ok"
     ]
     found = []
     for bucket in buckets({m.num_tokens for m in rows}) if rows else ():

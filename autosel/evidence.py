@@ -18,7 +18,7 @@ from autosel.expert_map import local_range
 from autosel.identity import hardware_differences, version_differences
 from autosel.racing_bounds import PairedRatio
 from autosel.rank_problem import rank_problem
-from autosel.records import Timing
+from autosel.records import Timing, of_newest_mode
 from autosel.roofline import Ceilings, RooflinePoint, roofline
 from autosel.routing_file import is_known
 from autosel.routing_synthetic import make_routing
@@ -121,7 +121,7 @@ def gather(
     ``timing`` picks a way of timing (default: cold caches).
     """
     mode = tuple(sorted((timing or COLD).items()))
-    measurements = store.measurements(problem, device, routing, timing=mode)
+    measurements = of_newest_mode(store.measurements(problem, device, routing, timing=mode))
     decisions = store.decisions(problem, device, routing, timing=mode, allow_a8=True)
     nearest = store.nearest(problem, device, routing)
     everywhere = [sweep for sweep in store.sweeps() if sweep.device == device]

@@ -152,7 +152,7 @@ def explain(
 def _here(store: Store, asked: _Question, mode: Timing) -> Explanation | None:
     """What the user's database says by itself; None where it does not know this way of timing."""
     key = (asked.problem, asked.device, asked.routing)
-    measurements = store.measurements(*key, timing=mode)
+    measurements = records.of_newest_mode(store.measurements(*key, timing=mode))
     decisions = store.decisions(*key, timing=mode)
     decision = next((d for d in decisions if asked.num_tokens in d.bucket), None)
     if decision is not None and not asked.required:

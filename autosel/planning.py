@@ -17,13 +17,12 @@ from autosel.core import (
     Plan,
     Problem,
     Reason,
-    Scalar,
     Workload,
 )
 from autosel.decide import Requirement, backends_only
 from autosel.errors import AutoselError, NothingUsableError
 from autosel.plans import plan as make_plan
-from autosel.records import Timing, timing_mode
+from autosel.records import Timing, of_newest_mode
 from autosel.requirements import Required
 from autosel.store import Store
 from autosel.tiers import COLD
@@ -151,15 +150,7 @@ def _stored(
 ) -> list[Measurement]:
     if not device.name.strip():  # nothing stored is about a device without a name
         return []
-    rows = store.measurements(problem, device, routing, timing=timing)
-    # Other ways of timing, such as without huge pages, are not comparable: the last one counts.
-    modes = [_mode(m) for m in rows if m.status == "ok"]
-    return [m for m in rows if m.status != "ok" or _mode(m) == modes[-1]]
-
-
-def _mode(m: Measurement) -> dict[str, Scalar]:
-    """How it was timed; who cannot be captured in a graph is timed without one."""
-    return {**timing_mode(m.timing), "graph": None}
+    return of_newest_mode(store.measurements(problem, device, routing, timing=timing))
 
 
 def smallest_copy(rows: Sequence[Measurement]) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from functools import lru_cache
 from typing import Any, get_args
@@ -39,6 +39,25 @@ def timing_mode(timing: Timing) -> dict[str, Scalar]:
     """The part of ``timing`` that belongs to a measurement's identity; empty if never timed."""
     known = dict(timing)
     return {name: known[name] for name in MODE_NAMES if name in known}
+
+
+def comparable(timing: Timing) -> dict[str, Scalar]:
+    """What must agree for two measurements to be compared.
+
+    A candidate that cannot be captured in a graph is timed as it would run, without one, and
+    competes all the same.
+    """
+    return {**timing_mode(timing), "graph": None}
+
+
+def of_newest_mode(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """All but the correct ones that were timed in another way than the last correct one.
+
+    Those of another clock, or of an older autosel that recorded fewer settings, are not comparable.
+    Who failed before it was timed belongs to every way.
+    """
+    modes = [comparable(m.timing) for m in measurements if m.status == "ok"]
+    return [m for m in measurements if m.status != "ok" or comparable(m.timing) == modes[-1]]
 
 
 def to_json(value: object) -> str:

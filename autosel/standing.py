@@ -12,19 +12,39 @@ from autosel import registry
 from autosel.core import Candidate, Device, Measurement
 from autosel.failures import CAUGHT
 from autosel.records import Timing, timing_mode
+from autosel.rows import same_mode
+
+#: Settings of timing that a user chooses; the others are the clock's and this program's own.
+CHOSEN = ("cache", "graph", "huge_pages")
+
+
+def timed_alike(row: Measurement, timing: Timing) -> bool:
+    """Whether a stored row may be compared with what is timed as ``timing`` says.
+
+    One that failed has fewer settings, or none; an older autosel may have recorded fewer as well.
+    """
+    if row.status == "ok":
+        return timing_mode(row.timing) == timing_mode(timing)
+    return same_mode(timing, dict(row.timing))
+
+
+def timed_otherwise(stored: Iterable[Measurement], timing: Timing) -> tuple[str, ...]:
+    """How correct rows were timed that are not comparable for reasons that nobody chose."""
+    now, found = timing_mode(timing), []
+    for then in (timing_mode(row.timing) for row in stored if row.status == "ok"):
+        if then != now and all(then.get(name, now.get(name)) == now.get(name) for name in CHOSEN):
+            names = [name for name in now if then.get(name) != now[name]]
+            found.append(", ".join(f"{name} {then.get(name, 'unknown')}" for name in names))
+    return tuple(found)
 
 
 def standing(
-    stored: Iterable[Measurement],
-    rows: Collection[Measurement],
-    device: Device,
-    timing: Timing,
+    stored: Iterable[Measurement], rows: Collection[Measurement], device: Device
 ) -> tuple[list[Measurement], set[Candidate]]:
     """Stored measurements of one token count that ``rows``, this sweep's, say nothing about.
 
-    Correct ones, as long as they were timed as ``timing`` says in every setting (an older autosel
-    may have recorded fewer) and their backend would run them here today: a package or a compiler
-    may be gone. Failed ones, for their reasons, of backends of which there is no row at all. With
+    Correct ones, as long as their backend would run them here today: a package or a compiler may be
+    gone. Failed ones, for their reasons, of backends of which there is no row at all. With
     them the own settings of their backends, as candidates.
     """
     tried = {row.candidate for row in rows}
@@ -35,8 +55,6 @@ def standing(
         if row.candidate in tried:
             continue
         if row.status == "ok":
-            if timing_mode(row.timing) != timing_mode(timing):
-                continue
             own = _own_setting(row, device)
             if own is not None:
                 kept.append(row)

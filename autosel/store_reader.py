@@ -93,9 +93,10 @@ class StoreReader:
         """Decisions for each layer, device, routing and timing mode, sorted by their buckets.
 
         Where buckets overlap, a token count belongs to the decision measured nearest to it, then
-        to the newest. One whose winner has since failed inside
-        its bucket is withdrawn: storing that failure is how a winner is given up. ``history`` gives
-        all as stored. Without ``allow_a8`` it is as if no 8-bit-activation winner were stored.
+        to the newest. Of several timing modes the one decided last comes first. One whose winner
+        has since failed inside its bucket is withdrawn: storing that failure is how a winner is
+        given up. ``history`` gives all as stored. Without ``allow_a8`` it is as if no
+        8-bit-activation winner were stored.
         Decisions for several devices look alike, so name the device to act on one.
         """
         found = self.stored_decisions(problem, device, routing, **filters)
@@ -272,12 +273,14 @@ class StoreReader:
         if history:
             return found
         found = [stored for stored in found if not stored.withdrawn]
-        groups: dict[object, list[StoredDecision]] = defaultdict(list)
+        modes: dict[object, dict[str, list[StoredDecision]]] = defaultdict(dict)
         for s in found:
-            key = (s.decision.problem, s.device, s.decision.routing, records.to_json(s.mode))
-            groups[key].append(s)
+            groups = modes[s.decision.problem, s.device, s.decision.routing]
+            mode = records.to_json(s.mode)
+            groups[mode] = [*groups.pop(mode, []), s]  # the one decided last comes last
         return [
             replace(group[-1], decision=decision)
-            for group in groups.values()
+            for groups in modes.values()
+            for group in reversed(groups.values())
             for decision in nearest_cover(s.decision for s in reversed(group))
         ]

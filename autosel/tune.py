@@ -23,7 +23,7 @@ from autosel.interfaces import Backend
 from autosel.proofs import UNDECIDED, Proofs
 from autosel.routing_synthetic import make_routing
 from autosel.sources import WeightSource
-from autosel.standing import standing
+from autosel.standing import standing, timed_alike, timed_otherwise
 from autosel.store import Store
 from autosel.timing import Timer, timer_for
 from autosel.tune_trials import Trials
@@ -87,6 +87,7 @@ class _Sweep:
         self.cuts: list[Cut] = []
         self.standing: list[tuple[int, tuple[Candidate, ...]]] = []
         self.unsearched: list[tuple[int, tuple[str, ...]]] = []
+        self.aside: list[tuple[int, tuple[str, ...]]] = []
         self.trials = Trials(
             self.problem, device, settings, store, observer, self.bench, self.deadline, backends
         )
@@ -129,11 +130,14 @@ class _Sweep:
             cuts=tuple(self.cuts),
             standing=tuple(self.standing),
             unsearched=tuple(self.unsearched),
+            aside=tuple(self.aside),
         )
 
     def _measure(self, num_tokens: int, later: int | None) -> list[Measurement]:
         """Every candidate at one token count: stored ones as they are, the others now."""
         self.deadline.begin()
+        if words := timed_otherwise(self._of_any_mode(num_tokens), tuple(self.timer.facts.items())):
+            self.aside.append((num_tokens, words))
         stored = self._stored(num_tokens)
         following = None if later is None else (later, self._stored(later))
         rows = self.trials.at(num_tokens, stored, following)
@@ -144,7 +148,10 @@ class _Sweep:
             ready += self.trials.rejoining(rows, num_tokens)
         timing = replace(self.settings.timing, budget_s=self.deadline.timing_s())
         timed = self.trials.time(ready, timing, num_tokens) if ready else []
-        final = {row.candidate: row for row in (*rows, *timed)}
+        final = {
+            row.candidate: row if stored.get(row.candidate) is row else self.trials.noted(row)
+            for row in (*rows, *timed)
+        }
         unsettled = any(dict(row.timing).get("cut") for row in final.values())
         if self.trials.untried or unsettled:
             self.cuts.append(Cut(num_tokens, tuple(self.trials.untried), unsettled))
@@ -152,7 +159,9 @@ class _Sweep:
             self.trials.learn(list(final.values()))
         fresh = [row for row in final.values() if stored.get(row.candidate) is not row]
         if self.store:
-            self.store.add_measurements(fresh, self.sweep_id)
+            # Without a time, where the clock gave none, there is nothing to store.
+            timed_or_failed = (row for row in fresh if row.times_us or row.status != "ok")
+            self.store.add_measurements(timed_or_failed, self.sweep_id)
         for row in fresh:
             self.proofs.keep(row)
         for row in final.values():
@@ -161,8 +170,7 @@ class _Sweep:
 
     def _standing(self, num_tokens: int, rows: Collection[Measurement]) -> list[Measurement]:
         """What earlier sweeps measured and this one did not try."""
-        timing = tuple(self.timer.facts.items())
-        kept, defaults = standing(self._known(num_tokens), rows, self.device, timing)
+        kept, defaults = standing(self._known(num_tokens), rows, self.device)
         self.trials.defaults |= defaults
         for row in kept:
             self.observer.measured(row, True)
@@ -182,15 +190,14 @@ class _Sweep:
 
     def _known(self, num_tokens: int) -> list[Measurement]:
         """What the store has of this layer, machine, routing and way of timing."""
+        timing = tuple(self.timer.facts.items())
+        return [row for row in self._of_any_mode(num_tokens) if timed_alike(row, timing)]
+
+    def _of_any_mode(self, num_tokens: int) -> list[Measurement]:
         if not self.store or not self.device.name.strip():
             return []
-        return self.store.measurements(
-            self.problem,
-            self.device,
-            self.settings.routing,
-            num_tokens=num_tokens,
-            timing=tuple(self.timer.facts.items()),
-        )
+        key = (self.problem, self.device, self.settings.routing)
+        return self.store.measurements(*key, num_tokens=num_tokens)
 
     def _decide(self, bucket: TokenBucket, rows: list[Measurement]) -> Decision | NothingUsable:
         """Choose, prove the choice on the full set, and choose again where that finds a fault."""

@@ -20,6 +20,7 @@ from autosel.interfaces import Backend, Space
 from autosel.search import Search, first_points
 from autosel.store import Store
 from autosel.timing import TimingSettings
+from autosel.tune_searched import Searched, digest
 from autosel.tune_types import Observer, SweepSettings
 
 #: Parameter settings of one backend that are timed in full. A larger space is searched first.
@@ -56,9 +57,10 @@ class Attempts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The rows of a search, and how many settings it had tried when time ended it."""
+    """The rows of a search, how far it went, and how many settings it tried where time ended it."""
 
     rows: Rows
+    searched: Searched
     cut_after: int | None = None
 
 
@@ -102,6 +104,10 @@ class Searcher:
             space, self.settings.trials, self.settings.seed, self._seeds(backend, num_tokens)
         )
         tried, cut = self._explore(backend, search, num_tokens)
+        trials: float = self.settings.trials if cut is None else cut
+        if cut is None and search.ask() is None and len(search.found.tried) < trials:
+            trials = math.inf  # there are no more
+        searched = Searched(trials, self.started(backend, num_tokens))
         if self.store:
             words = [self.problem.key, backend.name, f"{num_tokens} tokens", self.settings.routing]
             studies.record(self.store, " ".join(words), space, search.found)
@@ -111,7 +117,12 @@ class Searcher:
         best = self._verified(backend, right, own, num_tokens)
         good = [row for row in best if row.status == "ok"]
         self.best[backend.name] = [row.candidate.params_dict for row in good[:2]]
-        return Outcome(list({row.candidate: row for row in (*kept, *best)}.values()), cut)
+        rows = list({row.candidate: row for row in (*kept, *best)}.values())
+        return Outcome(rows, searched, cut)
+
+    def started(self, backend: Backend, num_tokens: int) -> str:
+        """Digest of the settings that the caller has a search of this backend start from."""
+        return digest(self._told(backend, num_tokens))
 
     def _explore(
         self, backend: Backend, search: Search, num_tokens: int
@@ -172,10 +183,14 @@ class Searcher:
     def _seeds(self, backend: Backend, num_tokens: int) -> list[Params]:
         """What was best at the token count before, then settings that were good elsewhere: in an
         engine's tuned file, or nearby in the store."""
-        found = [*self.best.get(backend.name, [])]
-        if self.starting and self.starting.backend == backend.name:
-            found += self.starting.near(num_tokens)
+        found = [*self.best.get(backend.name, []), *self._told(backend, num_tokens)]
         if self.store:
             where = (self.problem, self.device, num_tokens, self.settings.routing)
             found += neighbours.known_good(self.store, backend, *where)
         return found
+
+    def _told(self, backend: Backend, num_tokens: int) -> list[Params]:
+        """Settings of an engine's tuned file that are for this backend."""
+        if self.starting is None or self.starting.backend != backend.name:
+            return []
+        return [*self.starting.near(num_tokens)]

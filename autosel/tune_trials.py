@@ -11,46 +11,24 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 
 from autosel import registry
 from autosel.core import Candidate, Device, Measurement, Params, Problem, Status
 from autosel.deadline import Deadline
 from autosel.failures import CAUGHT, failed
-from autosel.interfaces import Backend, Space
+from autosel.interfaces import Backend
 from autosel.quarantine import Quarantine, code_hash
 from autosel.store import Store
 from autosel.timing import TimingSettings
 from autosel.tune_search import FINALISTS, Rows, Searcher
+from autosel.tune_searched import Searched
+from autosel.tune_turns import Turn, first_guess
 from autosel.tune_types import Observer, SweepSettings
-from autosel.vllm_names import priority
 from autosel.worker_bench import AnyBench
 
 Stored = Mapping[Candidate, Measurement]
-
-
-@dataclass(slots=True)
-class _Turn:
-    """What of one backend is to be tried at one token count.
-
-    own       its own setting
-    known     rows that another search would only repeat
-    refusal   status and reason where it, or its own setting (``refused``), is not tried
-    others    its further settings, where they are few; else the space to search
-    """
-
-    backend: Backend
-    own: Candidate | None = None
-    known: Rows | None = None
-    refusal: tuple[Status, str] | None = None
-    refused: Params = field(default_factory=dict)
-    others: list[Params] = field(default_factory=list)
-    searched: Space | None = None
-
-    @property
-    def own_points(self) -> list[Params]:
-        return [] if self.own is None else [self.own.params_dict]
 
 
 class Trials:
@@ -77,10 +55,11 @@ class Trials:
         self.store, self.observer, self.bench, self.deadline = store, observer, bench, deadline
         self.quarantine = Quarantine(store, problem, device, retry=settings.retry_failed)
         self.searcher = Searcher(problem, device, settings, store, observer, self)
-        self.backends = _first_guess(backends, device)
+        self.backends = first_guess(backends, device)
         self.defaults: set[Candidate] = set()
         self.untried: list[str] = []
         self.unsearched: list[str] = []
+        self.searches: dict[str, Searched] = {}  # of each backend, at this token count
         self.codes: dict[Candidate, str] = {}  # of each candidate that was attempted
         self.is_ready = False  # whether this token count has a candidate that was right
 
@@ -98,9 +77,10 @@ class Trials:
         ``following`` is the next token count, with what is stored for it: while candidates of this
         one are verified, compilers begin with that one's.
         """
-        self.untried, self.unsearched = [], []
+        self.untried, self.unsearched, self.searches = [], [], {}
         self.is_ready = any(row.status == "ok" for row in stored.values())
         turns = {b.name: self._turn(b, num_tokens, stored) for b in self.backends}
+        self.searches = {name: turn.before for name, turn in turns.items()}
         for turn in turns.values():
             self._compile_ahead(turn, turn.own_points, num_tokens, stored)
         if following is not None:
@@ -112,7 +92,7 @@ class Trials:
         while left:
             left.remove(turn := self._next(left, num_tokens))
             rows[turn.backend.name] = self._own_rows(turn, num_tokens, stored)
-        order = [turns[name] for name in self._worth_searching(rows, turns, num_tokens)]
+        order = [turns[name] for name in self._worth_searching(rows, turns, num_tokens, stored)]
         if not self.deadline.is_set:  # else time may end before the next one's turn comes
             for turn in order:
                 self._compile_others(turn, num_tokens, stored)
@@ -132,6 +112,10 @@ class Trials:
         self.bench.drop_compilations(num_tokens)  # what time did not suffice for
         found = (row for backend in self.backends for row in rows[backend.name])
         return list({row.candidate: row for row in found}.values())
+
+    def noted(self, row: Measurement) -> Measurement:
+        """``row`` with how far its backend was searched, for later sweeps."""
+        return self.searches.get(row.candidate.backend, Searched()).noted(row)
 
     def learn(self, rows: Rows) -> None:
         """Where time is short, what was fast here is tried first at the next token count."""
@@ -172,31 +156,44 @@ class Trials:
         return registry.get(candidate.backend)
 
     def _worth_searching(
-        self, rows: Mapping[str, Rows], turns: Mapping[str, _Turn], num_tokens: int
+        self,
+        rows: Mapping[str, Rows],
+        turns: Mapping[str, Turn],
+        num_tokens: int,
+        stored: Stored,
     ) -> list[str]:
         """Backends with further settings, by a short timing of their own ones, fastest first."""
         wanted = [name for name, turn in turns.items() if turn.others or turn.searched]
         ready = [r for found in rows.values() for r in found if r.status == "ok" and not r.times_us]
-        us = {r.candidate.backend: min(r.times_us) for f in rows.values() for r in f if r.times_us}
+        owns = [r for name, found in rows.items() for r in found if r.candidate == turns[name].own]
+        us = {row.candidate.backend: min(row.times_us) for row in owns if row.times_us}
+        fresh = {row.candidate.backend for row in ready}
         if wanted and len(ready) > 1:
             for row in self.time(ready, self.searcher.quick, num_tokens):
                 us[row.candidate.backend] = min(row.times_us, default=math.inf)
-        limit = self.settings.search_within * min(us.values(), default=math.inf)
+        leader = min(us, key=us.__getitem__, default="")
+        within = self.settings.search_within
         barred = () if self.settings.allow_a8 else ("a8",)
-        # Without a time of its own (illegal here, or it failed) only the others can tell.
-        self.unsearched = [
-            name
-            for name in wanted
-            if name in us
-            and (limit < us[name] or rows[name][0].accuracy in barred)
-            and us[name] < math.inf
-        ]
+        for name in wanted:
+            turn, before = turns[name], turns[name].before
+            backend = turn.backend
+            new = [p for p in turn.others if not self._is_known(backend, p, num_tokens, stored)]
+            # Without a time of its own (illegal here, or it failed) only the others can tell.
+            if not us.get(name, math.inf) < math.inf or not (new or turn.searched):
+                continue
+            # Judged by the same two settings before: a little noise must not undo that.
+            is_far = name not in fresh and before.beside in us and within <= before.within
+            if not is_far and us[name] > within * us[leader]:
+                self.searches[name] = replace(before, beside=leader, within=within)
+                is_far = True
+            if is_far or rows[name][0].accuracy in barred:
+                self.unsearched.append(name)
         left = [name for name in wanted if name not in self.unsearched]
         return sorted(left, key=lambda name: us.get(name, math.inf))
 
-    def _turn(self, backend: Backend, num_tokens: int, stored: Stored) -> _Turn:
+    def _turn(self, backend: Backend, num_tokens: int, stored: Stored) -> Turn:
         """What of a backend there is to try."""
-        turn = _Turn(backend)
+        turn = Turn(backend)
         try:
             support = backend.supports(self.problem, self.device)
             if not support:
@@ -211,30 +208,32 @@ class Trials:
         except CAUGHT as error:
             turn.refusal = failed(error, f"{backend.name} supports")
             return turn
-        # A token count is stored as a whole, so that any row of a searched backend means done.
         known = [row for row in stored.values() if row.candidate.backend == backend.name]
-        is_searched = len(points) > FINALISTS
-        if is_searched and known and all(self._is_final(row, backend) for row in known):
-            turn.known, turn.own = known, None
+        turn.before = Searched.of(known)
+        started = self.searcher.started(backend, num_tokens)
+        if turn.before.suffices(self.settings.trials, started) and all(
+            self._is_final(row, backend) for row in known
+        ):
+            turn.known = known
             return turn
         if illegal is not None:
             why = f"its default setting is illegal here: {illegal}"
             turn.refusal, turn.refused = ("unsupported", why), space.default
-        if is_searched:
+        if len(points) > FINALISTS:
             turn.searched = space
         else:
             turn.others = [p for p in points if illegal is not None or p != space.default]
         return turn
 
-    def _next(self, left: Sequence[_Turn], num_tokens: int) -> _Turn:
+    def _next(self, left: Sequence[Turn], num_tokens: int) -> Turn:
         """Whose own setting to try: the first that need not wait for a compiler."""
-        own = [turn.own for turn in left if turn.own is not None]
+        own = [turn.to_try for turn in left if turn.to_try is not None]
         if len(own) == len(left):
             ready = self.bench.compiled(own, num_tokens, self.is_over)
             return left[own.index(ready)] if ready is not None else left[0]
-        return next(turn for turn in left if turn.own is None)
+        return next(turn for turn in left if turn.to_try is None)
 
-    def _own_rows(self, turn: _Turn, num_tokens: int, stored: Stored) -> Rows:
+    def _own_rows(self, turn: Turn, num_tokens: int, stored: Stored) -> Rows:
         """The row of the backend's own setting, or of its refusal."""
         if turn.refusal is not None:
             found = turn.refused, num_tokens, turn.refusal
@@ -244,17 +243,19 @@ class Trials:
         return self._attempts(turn.backend, turn.own_points, num_tokens, stored)
 
     def _other_rows(
-        self, turn: _Turn, own: Measurement | None, num_tokens: int, stored: Stored
+        self, turn: Turn, own: Measurement | None, num_tokens: int, stored: Stored
     ) -> Rows:
         if turn.searched is not None:
             found = self.searcher.run(turn.backend, turn.searched, own, num_tokens)
+            furthest = max(found.searched, turn.before, key=lambda search: search.trials)
+            self.searches[turn.backend.name] = furthest
             if found.cut_after is not None:
                 name = turn.backend.name
                 self.untried.append(f"{name}: search ended after {found.cut_after} settings")
             return found.rows
         return self._attempts(turn.backend, turn.others, num_tokens, stored)
 
-    def _compile_others(self, turn: _Turn, num_tokens: int, stored: Stored) -> None:
+    def _compile_others(self, turn: Turn, num_tokens: int, stored: Stored) -> None:
         """Begin with what is tried beyond its own setting, as far as no outcome changes it."""
         points, is_searched = turn.others, turn.searched is not None
         if turn.searched is not None:
@@ -263,7 +264,7 @@ class Trials:
 
     def _compile_ahead(
         self,
-        turn: _Turn,
+        turn: Turn,
         points: Sequence[Params],
         num_tokens: int,
         stored: Stored,
@@ -370,10 +371,3 @@ class Trials:
         except CAUGHT:
             return False
         return self.quarantine.find(row.candidate, code, row.num_tokens) is not None
-
-
-def _first_guess(backends: tuple[Backend, ...], device: Device) -> tuple[Backend, ...]:
-    """Our own kernels and what vLLM would take before the others; only an order of trying."""
-    order = (*(b.name for b in backends if b.ours), *priority(device))
-    place = {name: at for at, name in enumerate(order)}
-    return tuple(sorted(backends, key=lambda backend: place.get(backend.name, len(place))))

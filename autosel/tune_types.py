@@ -164,6 +164,15 @@ class SweepResult:
     standing: tuple[tuple[int, tuple[Candidate, ...]], ...] = ()
     #: Backends of which only the own setting was tried, being too slow, by token count.
     unsearched: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    #: Stored rows that were timed in another way, each with how, by token count.
+    aside: tuple[tuple[int, tuple[str, ...]], ...] = ()
+
+    @property
+    def aside_text(self) -> str:
+        """How many stored measurements took no part since they are not comparable; "" for none."""
+        how = Counter(words for _, found in self.aside for words in found)
+        said = [f"{number} with {words}" for words, number in sorted(how.items())]
+        return f"stored, timed in another way and left aside: {'; '.join(said)}" if said else ""
 
     @property
     def unsearched_text(self) -> str:

@@ -20,7 +20,6 @@ from autosel.tune import sweep
 from autosel.tune_types import Observer, SweepResult, SweepSettings
 from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, PlainLayout, registered
 
-MODE = (("cache", "cold"), ("clock", "scripted"))
 QUICK = TimingSettings(rounds=3, samples_per_round=4)
 NO = Support.no(Reason("compiler", "none", "a C++ compiler"))
 
@@ -227,7 +226,7 @@ def test_layouts_that_changed_since_do_not_stand() -> None:
         run(clock, store, *fakes)
         rows = store.measurements(PROBLEM)
         fakes["fast"].plain = PlainLayout("another")
-        kept, defaults = standing(rows, [], CPU, MODE)
+        kept, defaults = standing(rows, [], CPU)
         assert {row.candidate.backend for row in kept} == {"slow", "third"}
         assert defaults == {row.candidate for row in kept}
 

@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
 import torch
 
-from autosel.core import Params, Routing
+from autosel import trial, tune_search
+from autosel.core import Measurement, Params, Routing, Scalar
+from autosel.engine_export import StartingPoints
+from autosel.evidence import gather
+from autosel.explanation import explain
 from autosel.interfaces import PackedExperts, Space
 from autosel.store import Store
 from autosel.tune_search import FINALISTS, PATIENCE, PATIENCE_AFTER
-from tests.fakes import Clock, FakeBackend, registered
+from autosel.tune_searched import Searched
+from autosel.tune_types import Observer
+from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, judge_one_case, registered
 from tests.test_tune import run
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is tried is asked here, not how it is judged; tiny tensors need one thread."""
+    certify = trial.certify
+    monkeypatch.setattr(
+        trial, "certify", lambda *args, **how: certify(*args, **{**how, "level": "quick"})
+    )
+    judge_one_case(monkeypatch)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 LINE = Space({"n": 0}, {"n": tuple(range(60))})
 
@@ -127,3 +153,228 @@ def test_what_a_search_found_is_verified_and_the_next_best_takes_the_place_of_wh
     assert len(right) == FINALISTS
     assert result.decision(5).winner.params_dict == {"n": 0}
     assert all(rows[n].certificate is not None for n in right)
+
+
+# ------------------------------------------------------------------------------ searched before
+
+
+class Fresh(Observer):
+    """The candidates that were measured and not taken from the store."""
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def measured(self, measurement: Measurement, resumed: bool) -> None:
+        if not resumed:
+            self.keys.append(measurement.candidate.key)
+
+
+def fresh(clock: Clock, store: Store, **settings: Any) -> list[str]:
+    """What a sweep of 4 tokens measures anew."""
+    seen = Fresh()
+    run(clock, store=store, token_counts=(4,), observer=seen, **settings)
+    return seen.keys
+
+
+def improving(routing: Routing, params: Params) -> float:
+    """Each further setting is 10 % better, so that a search goes on to its last trial."""
+    return 500.0 * 0.9 ** int(params["n"] or 0)
+
+
+def test_a_stored_row_alone_does_not_mean_that_there_was_a_search() -> None:
+    """After ``--trials 1``, and after fewer trials; what was searched as far is not repeated."""
+    clock = Clock()
+    with (
+        Store.open(":memory:") as store,
+        registered(deep=FakeBackend(clock, improving, space=LINE)),
+    ):
+        assert fresh(clock, store, trials=1) == ["deep[n=0]"]
+        assert fresh(clock, store, trials=1) == []
+        for trials in (8, 16, 40):
+            assert len(fresh(clock, store, trials=trials)) >= FINALISTS, "it searches"
+            assert fresh(clock, store, trials=trials) == [], "and not twice"
+            assert fresh(clock, store, trials=trials - 3) == [], "it was searched further"
+        assert fresh(clock, store, trials=2) == []
+        best = run(clock, store=store, token_counts=(4,), trials=40).decision(4)
+    assert best.winner_us < 500.0 * 0.9**30
+
+
+def test_without_the_record_of_a_search_every_sweep_would_repeat_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The planted fault: the test above sees it."""
+    monkeypatch.setattr(Searched, "noted", lambda self, row: row)
+    clock = Clock()
+    with (
+        Store.open(":memory:") as store,
+        registered(deep=FakeBackend(clock, improving, space=LINE)),
+    ):
+        fresh(clock, store, trials=8)
+        assert fresh(clock, store, trials=8) != []
+
+
+def test_a_search_that_time_ended_is_continued_by_a_sweep_with_more_time() -> None:
+    clock = Clock()
+    with (
+        Store.open(":memory:") as store,
+        registered(deep=FakeBackend(clock, improving, space=LINE)),
+    ):
+        short = run(clock, store=store, token_counts=(4,), trials=40, budget_s=0.02)
+        assert "search ended after" in short.cuts[0].text
+        assert len(fresh(clock, store, trials=40)) >= FINALISTS
+        assert fresh(clock, store, trials=40) == []
+        found = run(clock, store=store, token_counts=(4,), trials=40).decision(4)
+    assert found.winner_us <= short.decision(4).winner_us
+
+
+def test_a_backend_that_was_too_slow_to_be_searched_is_searched_when_asked_to() -> None:
+    """Its own setting takes 170 us, its best one 60."""
+    clock = Clock()
+
+    def us(routing: Routing, params: Params) -> float:
+        return 170.0 if params["n"] == 0 else 60.0 + int(params["n"] or 0)
+
+    fakes = {"quick": FakeBackend(clock, 100.0), "far": FakeBackend(clock, us, space=LINE)}
+    with Store.open(":memory:") as store, registered(**fakes):
+        assert fresh(clock, store) == ["quick", "far[n=0]"]
+        assert fresh(clock, store) == []
+        found = run(clock, store=store, token_counts=(4,))
+        assert found.unsearched == ((4, ("far",)),)
+        assert len(fresh(clock, store, search_within=3.0)) > FINALISTS
+        assert fresh(clock, store, search_within=3.0) == fresh(clock, store) == []
+        assert run(clock, store=store, token_counts=(4,)).decision(4).winner.backend == "far"
+
+
+def test_a_backend_without_its_faster_rival_is_searched() -> None:
+    clock = Clock()
+    fakes = {"quick": FakeBackend(clock, 100.0), "far": FakeBackend(clock, 170.0, space=LINE)}
+    with Store.open(":memory:") as store, registered(**fakes):
+        fresh(clock, store)
+        assert len(fresh(clock, store, backends=("far",))) >= FINALISTS
+        assert fresh(clock, store, backends=("far",)) == fresh(clock, store) == []
+
+
+def test_noise_at_the_limit_does_not_begin_a_search_in_a_repeated_sweep() -> None:
+    """The short timing saw 1.6 times the leader's time, the race 1.45."""
+    clock = Clock()
+    far = FakeBackend(clock, 160.0, space=LINE)
+    calls = 0
+
+    def us(routing: Routing, params: Params) -> float:
+        nonlocal calls
+        calls += clock.timing
+        return 160.0 if calls < 8 else 145.0
+
+    far.us = us
+    with Store.open(":memory:") as store, registered(quick=FakeBackend(clock, 100.0), far=far):
+        assert fresh(clock, store) == ["quick", "far[n=0]"]
+        rows = {m.candidate.backend: m for m in store.measurements()}
+        assert min(rows["far"].times_us) < 1.5 * min(rows["quick"].times_us)
+        assert fresh(clock, store) == []
+
+
+def test_a_new_backend_leaves_the_record_of_the_others_searches() -> None:
+    """Its rivals race again, and their new rows say as well that there was a search."""
+    clock = Clock()
+    deep = FakeBackend(clock, improving, space=LINE)
+    with Store.open(":memory:") as store:
+        with registered(deep=deep):
+            fresh(clock, store, trials=8)
+        with registered(deep=deep, late=FakeBackend(clock, 400.0)):
+            assert "late" in fresh(clock, store, trials=8)
+            assert fresh(clock, store, trials=8) == []
+
+
+def test_a_tuned_file_is_tried_once_after_a_search_without_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    points = StartingPoints({4: {"n": 57}}, backend="deep")
+    monkeypatch.setattr(tune_search, "read_tuned", lambda path: points)
+
+    def us(routing: Routing, params: Params) -> float:
+        return 50.0 if params["n"] == 57 else 100.0
+
+    with Store.open(":memory:") as store, registered(deep=FakeBackend(clock, us, space=LINE)):
+        fresh(clock, store, trials=6)
+        assert "deep[n=57]" in fresh(clock, store, trials=6, start_from="tuned.json")
+        assert fresh(clock, store, trials=6, start_from="tuned.json") == []
+        assert fresh(clock, store, trials=6) == []
+
+
+def test_a_space_that_was_searched_to_its_end_is_done_for_any_number_of_trials() -> None:
+    clock = Clock()
+    seven = Space({"n": 0}, {"n": tuple(range(7))})
+    with (
+        Store.open(":memory:") as store,
+        registered(deep=FakeBackend(clock, improving, space=seven)),
+    ):
+        assert fresh(clock, store, trials=20)
+        assert fresh(clock, store, trials=1000) == []
+
+
+# --------------------------------------------------------------- what was timed in another way
+
+
+class Net(Clock):
+    """The clock of now, and with ``gross`` the one of an older version."""
+
+    gross = False
+
+    @property
+    def facts(self) -> Mapping[str, Scalar]:
+        name = "device events" if self.gross else "device events, net"
+        return {"cache": "cold", "clock": name, "graph": True}
+
+
+def test_rows_of_another_clock_are_left_aside_and_the_summary_says_so() -> None:
+    clock = Net()
+    fakes = {"one": FakeBackend(clock, 100.0), "two": FakeBackend(clock, 120.0)}
+    with Store.open(":memory:") as store, registered(**fakes):
+        clock.gross = True
+        old = run(clock, store=store, token_counts=(4,))
+        clock.gross = False
+        fakes["one"].us = 150.0  # what the events' own time had hidden
+        assert old.aside_text == ""
+        now = run(clock, store=store, token_counts=(4,))
+        assert len(now.measurements) == 2, "measured anew"
+        assert now.decision(4).winner.backend == "two"
+        assert now.aside_text == (
+            "stored, timed in another way and left aside: 2 with clock device events"
+        )
+        # Of what is stored the newer way counts, whoever asks.
+        assert explain(store, PROBLEM, CPU, 4).used.backend == "two"
+        assert gather(store, PROBLEM, CPU).outcome(4) == now.decision(4)
+        assert store.decision(PROBLEM, CPU, 4, "uniform") == now.decision(4)
+        again = run(clock, store=store, token_counts=(4,), backends=("one",))
+        assert again.decision(4).winner.backend == "two"
+
+
+@pytest.mark.parametrize("missing", ["clock", "graph", "cache"])
+def test_rows_with_fewer_settings_do_not_end_a_resumed_sweep(missing: str) -> None:
+    clock = Net()
+    fakes = {"one": FakeBackend(clock, 100.0), "two": FakeBackend(clock, 120.0)}
+    with registered(**fakes), Store.open(":memory:") as store, Store.open(":memory:") as older:
+        run(clock, store=store, token_counts=(4,))
+        for row in store.measurements():
+            if row.candidate.backend == "two":
+                less = tuple((name, v) for name, v in row.timing if name != missing)
+                row = replace(row, timing=less)
+            older.add_measurement(row)
+        found = run(clock, store=older, token_counts=(4,))
+        assert explain(older, PROBLEM, CPU, 4).used.backend == "one"
+    assert {m.candidate.backend for m in found.measurements} == {"one", "two"}
+    assert found.decision(4).winner.backend == "one"
+    assert found.aside_text.endswith(f"1 with {missing} unknown")
+
+
+def test_another_cache_setting_is_no_news() -> None:
+    clock = Net()
+    with Store.open(":memory:") as store, registered(one=FakeBackend(clock, 100.0)):
+        (row,) = run(clock, token_counts=(4,)).measurements
+        hot = tuple((name, "hot" if name == "cache" else v) for name, v in row.timing)
+        store.add_measurement(replace(row, timing=hot, times_us=(1.0,)))
+        found = run(clock, store=store, token_counts=(4,))
+        assert found.aside_text == ""
+        assert found.decision(4).winner_us > 90.0
+        assert len(store.measurements()) == 2

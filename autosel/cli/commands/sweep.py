@@ -263,7 +263,7 @@ def _report(
             parts.append(copies_line(result.decisions, result.measurements))
         if plan is not None:
             parts += short_lines(plan)
-        parts += [result.standing_text, result.unsearched_text]
+        parts += [result.standing_text, result.unsearched_text, result.aside_text]
         parts += [cut.text for cut in result.cuts]
         answers.append(
             {
@@ -284,6 +284,7 @@ def _report(
                     str(count): [item.key for item in found] for count, found in result.standing
                 },
                 "unsearched": {str(count): list(names) for count, names in result.unsearched},
+                "aside": {str(count): list(words) for count, words in result.aside},
                 "cut": [{**asdict(cut), "text": cut.text} for cut in result.cuts],
                 "measurements": [measurement_dict(item) for item in result.measurements],
             }
