@@ -2,18 +2,19 @@
 
 For each folder in ``results/``: ``plots/*.svg`` and ``report.html`` from everything that was
 measured there, and one ``results/index.html`` over all. A folder may hold databases (``*.db``),
-decision packs and exports (``*.json``, also in ``packs/``), and the tables that
-:mod:`bench.results_data` knows by name; what cannot be read stops the script with one line.
+decision packs in ``packs/`` (:mod:`bench.device_results`), exports and further packs (``*.json``),
+and the tables that :mod:`bench.results_data` knows by name; what cannot be read stops the script
+with one line. What several of them hold is shown once, from the first of them in this order.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -25,7 +26,10 @@ from autosel.evidence import Evidence
 from autosel.report_data import report_data
 from autosel.report_page import write_report
 from autosel.report_verdict import Verdict
+from autosel.roofline import Ceilings
 from bench import results_data
+from bench.device_results_export import ENVIRONMENT, read_environment
+from bench.results_layers import named, slug
 
 #: Tables without samples, by file name.
 TABLES: Mapping[str, Callable[[Path], list[Evidence]]] = {
@@ -33,6 +37,8 @@ TABLES: Mapping[str, Callable[[Path], list[Evidence]]] = {
     "cpu.csv": results_data.epyc_evidence,
 }
 SUMMARY_KINDS = ("speedup", "crossover")
+#: Figures of each layer.
+LAYER_KINDS = ("latency",)
 
 
 @dataclass(frozen=True)
@@ -56,16 +62,44 @@ class DevicePage:
 
 
 def gather(folder: Path) -> list[Evidence]:
-    """Everything measured in ``folder``; tables of which a database has the layer come last."""
-    found: list[Evidence] = []
-    for path in sorted(
-        [*folder.glob("*.db"), *folder.glob("*.json"), *folder.glob("packs/*.json")]
-    ):
-        found += evidence_files.read(path)
-    for name, read in TABLES.items():
-        if (folder / name).is_file():
-            found += read(folder / name)
-    return found
+    """Everything measured in ``folder``, each layer once, with labels that differ.
+
+    A table's layer is left out where samples of it are there.
+    """
+    measured = [one for path in sorted(folder.glob("*.db")) for one in evidence_files.read(path)]
+    layers = read_environment(folder).get("layers", {})
+    for path in sorted(folder.glob("packs/*.json")):
+        measured += [_with_facts(one, layers.get(path.stem)) for one in evidence_files.read(path)]
+    for path in sorted(folder.glob("*.json")):
+        if path.name != ENVIRONMENT:
+            measured += evidence_files.read(path)
+    once = {_key(one): one for one in reversed(measured)}
+    sampled = [one for one in measured if once[_key(one)] is one]
+    known = {(one.problem, one.routing) for one in sampled}
+    tables = [
+        one
+        for name, read in TABLES.items()
+        if (folder / name).is_file()
+        for one in read(folder / name)
+        if (one.problem, one.routing) not in known
+    ]
+    return [*named(sampled), *tables]
+
+
+def _key(one: Evidence) -> tuple[object, ...]:
+    return one.problem, one.device, one.routing, one.timing
+
+
+def _with_facts(one: Evidence, facts: Any) -> Evidence:
+    """A pack's evidence with what packs do not have: the machine's ceilings, and the seed."""
+    known = facts.get("ceilings") if isinstance(facts, Mapping) else None
+    if known is None:
+        return one
+    try:
+        ceilings, seed = Ceilings(**known), int(facts.get("seed", 0))
+    except (TypeError, ValueError) as error:
+        raise AutoselError(f"{ENVIRONMENT}, {one.label}: ceilings: {error}") from None
+    return replace(one, ceilings=ceilings, seed=seed)
 
 
 def make_device(folder: Path) -> DevicePage | None:
@@ -78,8 +112,13 @@ def make_device(folder: Path) -> DevicePage | None:
     for old in places.glob("*.svg"):
         old.unlink()
     drawn = []
-    jobs: list[tuple[str, str, Sequence[Evidence]]] = [(k, k, found) for k in SUMMARY_KINDS]
-    jobs += [(f"latency-{_file_name(one.label)}", "latency", [one]) for one in found]
+    jobs: list[tuple[str, str, Sequence[Evidence]]] = []
+    # Samples and tables of medians are not mixed in one figure: only the former have intervals.
+    sampled = [one for one in found if not one.figures]
+    tables = [one for one in found if one.figures]
+    for end, group in (("", sampled), ("-tables", tables)) if sampled else (("", tables),):
+        jobs += [(f"{kind}{end}", kind, group) for kind in SUMMARY_KINDS if group]
+    jobs += [(f"{kind}-{slug(one.label)}", kind, [one]) for one in found for kind in LAYER_KINDS]
     for name, kind, shown in jobs:
         options = plots.Options()
         try:
@@ -91,7 +130,9 @@ def make_device(folder: Path) -> DevicePage | None:
         drawn.append(Drawn(f"{name}.svg", words))
     device = found[0].device.name
     made = f"Made from the files in results/{folder.name} by autosel {autosel.__version__}"
-    write_report(found, folder / "report.html", title=f"Measured on {device}", made=made)
+    write_report(
+        sampled or tables, folder / "report.html", title=f"Measured on {device}", made=made
+    )
     data = report_data(found, title="", made="")
     files = [
         str(path.relative_to(folder))
@@ -99,10 +140,6 @@ def make_device(folder: Path) -> DevicePage | None:
         if path.is_file() and path.parent != places and path.name != "report.html"
     ]
     return DevicePage(folder.name, device, data.overall, data.verdicts, tuple(drawn), tuple(files))
-
-
-def _file_name(label: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", label.lower()).strip("-")[:60] or "layer"
 
 
 def make_index(root: Path) -> Path:

@@ -14,6 +14,7 @@ from autosel.core import (
     Measurement,
     Problem,
     Rejected,
+    Scalar,
     Status,
 )
 from autosel.errors import PackError
@@ -86,6 +87,15 @@ def from_data(data: Any, where: str) -> Pack:
     return Pack(tuple(models), tuple(entries))
 
 
+def _mode(value: Any, where: str) -> dict[str, Scalar]:
+    """How it was timed. Its texts are words for people, such as ``device events, net``."""
+    f.object_of(value, where, (), value if isinstance(value, dict) else ())
+    unknown = [key for key in value if key not in records.MODE_NAMES]
+    if unknown:
+        f.refuse(where, "key", shown(unknown[0]), f"one of {records.MODE_NAMES}")
+    return {key: f.scalar(item, f"{where}.{key}") for key, item in value.items()}
+
+
 class _Tables:
     """Reads what refers to problems, candidates and sources."""
 
@@ -115,10 +125,7 @@ class _Tables:
         problem = p.at(self._problems, value["problem"], f"{where}.problem")
         source = p.at(self._sources, value["source"], f"{where}.source")
         routing = f.name(value["routing"], f"{where}.routing")
-        timing = f.scalars(value["timing"], f"{where}.timing")
-        unknown = [key for key in timing if key not in records.MODE_NAMES]
-        if unknown:
-            f.refuse(f"{where}.timing", "key", unknown[0], f"one of {records.MODE_NAMES}")
+        timing = _mode(value["timing"], f"{where}.timing")
 
         def outcome(item: Any, place: str) -> Decision | Undecided:
             return self._outcome(item, place, problem, routing)

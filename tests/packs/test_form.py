@@ -183,6 +183,19 @@ def test_certificates_and_plans_travel(tmp_path):
     VALIDATOR.validate(json.loads((tmp_path / "p.json").read_text()))
 
 
+@pytest.mark.parametrize("clock", ["device events, net", "device events", "perf_counter"])
+def test_a_clock_has_a_name_in_words(tmp_path, clock):
+    """What the timers call theirs; control characters stay out."""
+    made = pack(entry(timing={"cache": "cold", "clock": clock, "graph": True}))
+    content.write(made, tmp_path / "p.json")
+    back = content.read(tmp_path / "p.json")
+    assert (back.sha256, back.entries[0].timing) == (made.sha256, made.entries[0].timing)
+    VALIDATOR.validate(json.loads((tmp_path / "p.json").read_text()))
+    hostile = pack(entry(timing={"cache": "cold", "clock": f"{clock}\x1b[31m"}))
+    with pytest.raises(PackError, match=r"timing\.clock"):
+        content.write(hostile, tmp_path / "q.json")
+
+
 def test_row_helper_is_stored_as_measured():
     assert row().times_us[0] == 10.0
 
