@@ -15,6 +15,7 @@ The device's part (clock, flush, graphs) is a :class:`Timer`: :mod:`autosel.timi
 from __future__ import annotations
 
 import gc
+import math
 import time
 import uuid
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -50,12 +51,15 @@ _QUIET_STEP_S = 0.25
 K = TypeVar("K", bound=Hashable)
 
 
-def timer_for(device: Device, settings: TimingSettings) -> Timer:
-    """The timer of a device's kind, with its flush buffer allocated."""
+def timer_for(device: Device, settings: TimingSettings, *, owns_process: bool = False) -> Timer:
+    """The timer of a device's kind, with its flush buffer allocated.
+
+    ``owns_process``: nobody else uses this process, so its threads may be bound.
+    """
     if device.torch_device == "cpu":
         from autosel.timing_cpu import CpuTimer
 
-        return CpuTimer(device, settings)
+        return CpuTimer(device, settings, owns_process=owns_process)
     from autosel.timing_gpu import GpuTimer
 
     return GpuTimer(device, settings)
@@ -138,7 +142,7 @@ def _block_size(
         return settings.samples_per_round
     fastest = min((tracks[key].sample_s for key in keys), default=0.0)
     most = int(BLOCK_S / fastest) if fastest > 0 else timer.block
-    if settings.budget_s is not None:
+    if settings.budget_s is not None and settings.budget_s < math.inf:
         a_round_of_one = sum(tracks[key].sample_s for key in keys)
         most = min(most, int(settings.budget_s / LEAST_ROUNDS / max(a_round_of_one, 1e-9)))
     return max(1, min(timer.block, most))

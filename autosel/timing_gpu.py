@@ -17,6 +17,7 @@ events inside a graph as ``graph_overhead_us``. A sample is therefore what the c
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -117,7 +118,9 @@ class GpuTimer:
         seen = self._conditions.read()
         inside = isinstance(call, _Marked) and repeats == 1
         empty_us = self._graph_us if inside else self._eager_us
-        us = max(self._between_us(call, repeats) - empty_us, LEAST_US) / repeats
+        between_us = self._between_us(call, repeats)
+        # Events that were not in order, or not recorded, are no short time.
+        us = max(between_us - empty_us, LEAST_US) / repeats if between_us > 0 else math.nan
         # Lower clocks than the others had are no property of the candidate. All of a round are
         # hit alike, so nothing is left out; the report says so.
         return Sample(us, False, seen)
@@ -148,7 +151,7 @@ class GpuTimer:
     def _empty_us(self, nothing: Call) -> float:
         """The middle one of some samples of nothing."""
         found = sorted(self._between_us(nothing, 1) for _ in range(EMPTY_SAMPLES))
-        return round(found[EMPTY_SAMPLES // 2], 3)
+        return max(0.0, round(found[EMPTY_SAMPLES // 2], 3))
 
     def _uuid(self) -> str | None:
         try:

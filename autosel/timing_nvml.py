@@ -9,6 +9,7 @@ millisecond.
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -43,7 +44,8 @@ class Conditions:
             self.missing = f"not readable: {type(error).__name__}: {' '.join(str(error).split())}"
 
     def read(self) -> dict[str, float]:
-        """``sm_mhz``, ``memory_mhz``, ``celsius``, ``watts`` and ``throttle`` (bits), if known."""
+        """``sm_mhz``, ``memory_mhz``, ``celsius``, ``watts``, ``throttle`` (bits) and
+        ``other_processes`` (that use the device beside this one and its parent), if known."""
         now = time.perf_counter()
         if now - self._asked >= INTERVAL_S:
             self._asked = now
@@ -78,7 +80,16 @@ def _queries(uuid: str | None, nvml: Any) -> dict[str, Callable[[], float]]:
         "nvmlDeviceGetCurrentClocksEventReasons",
         getattr(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", None),
     )
+    ours = {os.getpid(), os.getppid()}  # a worker's parent may have a context there as well
+
+    def others() -> float:
+        pids = {process.pid for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)}
+        if os.getpid() not in pids:
+            raise LookupError("process numbers are another name space's")
+        return float(len(pids - ours))
+
     found: dict[str, Callable[[], float]] = {
+        "other_processes": others,
         "sm_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
         "memory_mhz": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_MEM)),
         "celsius": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),

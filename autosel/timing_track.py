@@ -15,6 +15,10 @@ from autosel.timing_types import Call, Sample, TimedSamples, Timer, TimingSettin
 LEAST_ROUNDS = 5
 #: At most this many times the wanted samples are taken to find undisturbed ones.
 EXTRA = 3
+#: A sample that takes this many times the shortest one shows that the machine stood still (a
+#: virtual machine or a process was stopped). The longest such one is not charged to the limit,
+#: else an hour's pause would leave the fastest candidate with one sample.
+STOOD_STILL = 20
 
 
 def first_call_ms(call: Call, timer: Timer) -> float:
@@ -35,6 +39,8 @@ class Track:
         self._settings = settings
         self._timer = timer
         self._samples: list[Sample] = []
+        self._no_time = 0  # samples for which the clock gave none
+        self._longest_s, self._shortest_s = 0.0, math.inf  # samples, flushes included
         self._blocks: list[int] = []  # samples in each round, 0 where it did not run
         self._facts: dict[str, Scalar] = {}
         self._load: dict[str, float] = {}
@@ -46,7 +52,7 @@ class Track:
         """Whether it can take another sample; notes that the limit ended it where it did."""
         if self._call is None:
             return False
-        within = self._spent_s + self.sample_s <= self._settings.limit_s
+        within = self._spent_s - self._stood_s + self.sample_s <= self._settings.limit_s
         if self._samples and not within:
             self.limited = True
         return not self.limited or within
@@ -67,9 +73,7 @@ class Track:
         self._facts |= prepared.facts
         call_us = math.inf
         for _ in range(max(1, self._settings.warmup)):
-            began = self._timer.now()
-            call_us = min(call_us, self._timer.sample(prepared.call, 1).us)
-            self.sample_s = self._timer.now() - began
+            call_us = min(call_us, self._sample(prepared.call, 1).us)
             if self.sample_s * 4 > self._settings.limit_s:
                 break
         if self._settings.cache == "hot" and call_us > 0:
@@ -96,28 +100,47 @@ class Track:
     def _take(self, wanted: int, number: int) -> None:
         call, timer, settings = self._call, self._timer, self._settings
         assert call is not None
-        start = timer.now()
+        start = timer.now() - self._stood_s
         rounds_left = min(LEAST_ROUNDS, settings.rounds) - number
-        allowance = (settings.limit_s - self._spent_s) / max(1, rounds_left)
+        spent_s = self._spent_s - self._stood_s
+        allowance = (settings.limit_s - spent_s) / max(1, rounds_left)
         if wanted > 1:
             # Another library ran before: threads sleep and code is cold. Blocks of one are for
             # calls that are long, or whose device knows no such state.
             timer.run(call)
         taken = clean = 0
         while clean < wanted and taken < EXTRA * wanted:
-            began = timer.now()
-            if began - start + self.sample_s > allowance and self._samples:
+            spent_s = timer.now() - self._stood_s - start
+            if spent_s + self.sample_s > allowance and (self._samples or self._no_time):
                 self.limited = True
                 return
-            sample = timer.sample(call, self._repeats)
-            self.sample_s = timer.now() - began
-            self._samples.append(sample)
+            sample = self._sample(call, self._repeats)
             taken += 1
+            if not sample.is_time:
+                self._no_time += 1
+                continue
+            self._samples.append(sample)
             clean += not sample.disturbed
             if settings.stop_above_us is not None and sample.us > settings.stop_above_us:
                 self._facts["stopped_above_us"] = settings.stop_above_us
                 self._call = None
                 return
+
+    def _sample(self, call: Call, repeats: int) -> Sample:
+        """One sample, and its wall time, its flush included, in ``sample_s``."""
+        began = self._timer.now()
+        sample = self._timer.sample(call, repeats)
+        took = max(0.0, self._timer.now() - began)
+        self._longest_s = max(self._longest_s, took)
+        self._shortest_s = min(self._shortest_s, took)
+        self.sample_s = self._shortest_s if took > STOOD_STILL * self._shortest_s else took
+        return sample
+
+    @property
+    def _stood_s(self) -> float:
+        """Seconds in which the machine seems to have stood still."""
+        stood = self._longest_s > STOOD_STILL * self._shortest_s
+        return self._longest_s - self._shortest_s if stood else 0.0
 
     def release(self) -> None:
         """No further samples: let go of the call, and of the graph and memory it may hold."""
@@ -136,6 +159,10 @@ class Track:
             "wall_s": round(self._spent_s, 4),
             **{f"{name}_share": round(s / wall, 4) for name, s in self._load.items()},
         }
+        if self._no_time:
+            seen["no_time"] = self._no_time
+        if self._stood_s > self._settings.limit_s:
+            seen["stood_still_s"] = round(self._stood_s, 1)
         for name in self._samples[0].seen if self._samples else ():
             seen[name] = ",".join(
                 f"{sample.seen.get(name, math.nan):g}" for sample in self._samples
@@ -157,6 +184,6 @@ class Track:
         try:
             yield
         finally:
-            self._spent_s += self._timer.now() - start
+            self._spent_s += max(0.0, self._timer.now() - start)
             for name, seconds in self._timer.load().items():
-                self._load[name] = self._load.get(name, 0.0) + seconds - before[name]
+                self._load[name] = self._load.get(name, 0.0) + seconds - before.get(name, seconds)

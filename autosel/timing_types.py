@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -33,6 +34,8 @@ class TimingSettings:
                        candidate gets one sample all the same.
     stop_above_us      a candidate whose sample is above this gets no further one (a search's)
     wait_quiet_s       the longest to wait for others to leave the processors before timing
+    bind               bind the threads of a worker process, one to a processor, while a sample is
+                       taken (:mod:`autosel.timing_threads`)
     flush_bytes        None: from the device
     epsilon            candidates within this ratio of each other need no further samples
     confidence         of the race's statements
@@ -48,6 +51,7 @@ class TimingSettings:
     budget_s: float | None = None
     stop_above_us: float | None = None
     wait_quiet_s: float = 0.0
+    bind: bool = True
     burst_us: float = 200.0
     flush_bytes: int | None = None
     epsilon: float = EPSILON
@@ -64,12 +68,17 @@ class TimingSettings:
                 raise AutoselError(
                     field_error(f"TimingSettings.{name}", "value", found, f"at least {least}")
                 )
-        for name in ("limit_s", "budget_s", "stop_above_us", "epsilon"):
+        for name in ("limit_s", "budget_s", "stop_above_us", "burst_us", "epsilon"):
             found = getattr(self, name)
             if found is not None and not found > 0:
                 raise AutoselError(
                     field_error(f"TimingSettings.{name}", "value", found, "more than 0")
                 )
+        for name in ("wait_quiet_s", "burst_us", "flush_bytes"):
+            found = getattr(self, name)
+            if found is not None and not 0 <= found < math.inf:
+                expected = "0 or more, and finite"
+                raise AutoselError(field_error(f"TimingSettings.{name}", "value", found, expected))
         if not 0 < self.confidence < 1:
             raise AutoselError(
                 field_error("TimingSettings.confidence", "value", self.confidence, "in (0, 1)")
@@ -80,12 +89,17 @@ class TimingSettings:
 class Sample:
     """Microseconds of one call, and what was seen beside it (switches, flush rate, clocks).
 
-    ``disturbed``: something else took so much of it that it cannot rank. It is kept all the same.
+    ``disturbed``: something else took so much of it that it cannot rank. It is kept all the same,
+    unless ``us`` is no time at all (0, negative, NaN): a clock that goes backwards says nothing.
     """
 
     us: float
     disturbed: bool = False
     seen: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_time(self) -> bool:
+        return 0 < self.us < math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +148,9 @@ class TimedSamples:
     ``timing`` is what :class:`~autosel.core.Measurement` keeps of how they were taken: the timer's
     facts, the race and the size of the block in each of its rounds (for pairing), lists with one
     figure a sample as text, the share of the wall time in which others competed, ``limited`` where
-    a limit cut samples and ``eliminated`` where the race did. ``error`` is what the candidate
-    raised, if it did.
+    a limit cut samples, ``eliminated`` where the race did, ``no_time`` samples that the clock gave
+    no time for and ``stood_still_s`` where the machine did. ``error`` is what the candidate raised,
+    if it did.
     """
 
     times_us: tuple[float, ...]

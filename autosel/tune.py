@@ -179,13 +179,15 @@ class _Sweep:
         return kept
 
     def _stored(self, num_tokens: int) -> dict[Candidate, Measurement]:
-        """What the store has of this token count and need not be measured again."""
+        """What the store has of this token count; correct ones without times are to be timed again.
+
+        A race that a time budget ended is run again as a whole, since rounds of two do not pair up.
+        """
         if not self.settings.resume:
             return {}
         rows = self._known(num_tokens)
         if any(dict(row.timing).get("cut") is True for row in rows):
-            # A time budget ended that race: it is run again, since rounds of two do not pair up.
-            rows = [row for row in rows if row.status != "ok"]
+            rows = [row if row.status != "ok" else replace(row, times_us=()) for row in rows]
         return {row.candidate: row for row in rows}
 
     def _known(self, num_tokens: int) -> list[Measurement]:

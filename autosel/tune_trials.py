@@ -24,7 +24,7 @@ from autosel.store import Store
 from autosel.timing import TimingSettings
 from autosel.tune_search import FINALISTS, Rows, Searcher
 from autosel.tune_searched import Searched
-from autosel.tune_turns import Turn, first_guess
+from autosel.tune_turns import Turn, first_guess, is_whole
 from autosel.tune_types import Observer, SweepSettings
 from autosel.worker_bench import AnyBench
 
@@ -78,7 +78,7 @@ class Trials:
         one are verified, compilers begin with that one's.
         """
         self.untried, self.unsearched, self.searches = [], [], {}
-        self.is_ready = any(row.status == "ok" for row in stored.values())
+        self.is_ready = any(row.times_us for row in stored.values())
         turns = {b.name: self._turn(b, num_tokens, stored) for b in self.backends}
         self.searches = {name: turn.before for name, turn in turns.items()}
         for turn in turns.values():
@@ -108,7 +108,7 @@ class Trials:
             if turn is order[0] and leader is not None and not self.deadline.is_set:
                 self.bench.compile_proof(self.bench.candidate(turn.backend, leader), num_tokens)
         for name in self.unsearched:
-            rows[name] += [row for c, row in stored.items() if c.backend == name]
+            rows[name] += [r for c, r in stored.items() if c.backend == name and is_whole(r)]
         self.bench.drop_compilations(num_tokens)  # what time did not suffice for
         found = (row for backend in self.backends for row in rows[backend.name])
         return list({row.candidate: row for row in found}.values())
@@ -238,9 +238,8 @@ class Trials:
         if turn.refusal is not None:
             found = turn.refused, num_tokens, turn.refusal
             return [self._unless_known(turn.backend, *found, stored)]
-        if turn.known:
-            return turn.known
-        return self._attempts(turn.backend, turn.own_points, num_tokens, stored)
+        tried = self._attempts(turn.backend, turn.own_points, num_tokens, stored)
+        return [*filter(is_whole, turn.known or []), *tried]
 
     def _other_rows(
         self, turn: Turn, own: Measurement | None, num_tokens: int, stored: Stored
@@ -334,7 +333,7 @@ class Trials:
         self.codes[candidate] = code
         known = stored.get(candidate)
         held = self.quarantine.find(candidate, code, num_tokens)
-        if known and (known.status in ("ok", "unsupported") or held):
+        if known and (known.times_us or known.status == "unsupported" or held):
             return known
         if held:
             return self.bench.row(candidate, num_tokens, held.incident.status, held.reason)
@@ -352,7 +351,8 @@ class Trials:
     def _is_known(self, backend: Backend, params: Params, num_tokens: int, stored: Stored) -> bool:
         """Whether :meth:`_attempt` would not call it."""
         wanted = Candidate.of(backend.name, params).params
-        if any((c.backend, c.params) == (backend.name, wanted) for c in stored):
+        same = [r for c, r in stored.items() if (c.backend, c.params) == (backend.name, wanted)]
+        if any(map(is_whole, same)):
             return True
         try:
             candidate = self.bench.candidate(backend, params)

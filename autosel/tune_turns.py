@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autosel.core import Candidate, Device, Params, Status
+from autosel.core import Candidate, Device, Measurement, Params, Status
 from autosel.interfaces import Backend, Space
 from autosel.tune_search import Rows
 from autosel.tune_searched import Searched
@@ -38,7 +38,15 @@ class Turn:
 
     @property
     def own_points(self) -> list[Params]:
-        return [] if self.to_try is None else [self.to_try.params_dict]
+        """What is tried before any search: its own setting, or those of a race to be run again."""
+        if self.known:
+            return [row.candidate.params_dict for row in self.known if not is_whole(row)]
+        return [] if self.own is None else [self.own.params_dict]
+
+
+def is_whole(row: Measurement) -> bool:
+    """Whether a stored row needs no new race: it failed, or has its times."""
+    return row.status != "ok" or bool(row.times_us)
 
 
 def first_guess(backends: tuple[Backend, ...], device: Device) -> tuple[Backend, ...]:

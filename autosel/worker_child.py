@@ -197,7 +197,7 @@ class _Server:
             setup.settings,
             setup.device,
             setup.tokens,
-            timer_for(setup.device, setup.settings.timing),
+            timer_for(setup.device, setup.settings.timing, owns_process=True),
             _Told(self),
             watch=self._watch,
             interruptible=False,

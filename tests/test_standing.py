@@ -10,8 +10,14 @@ import pytest
 import torch
 
 from autosel import trial, tune
-from autosel.core import Candidate, Certificate, Level, Measurement, Reason, Support
+from autosel.core import Candidate, Certificate, Decision, Level, Measurement, Reason, Support
+from autosel.decide import decide
+from autosel.engine_decisions import triton_decisions
+from autosel.errors import AutoselError
+from autosel.evidence import gather
+from autosel.explanation import explain
 from autosel.interfaces import Space
+from autosel.records import of_newest_mode
 from autosel.sources import RandomSource
 from autosel.standing import standing
 from autosel.store import Store
@@ -19,6 +25,7 @@ from autosel.timing import TimingSettings
 from autosel.tune import sweep
 from autosel.tune_types import Observer, SweepResult, SweepSettings
 from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, PlainLayout, registered
+from tests.test_plans import GPU, row
 
 QUICK = TimingSettings(rounds=3, samples_per_round=4)
 NO = Support.no(Reason("compiler", "none", "a C++ compiler"))
@@ -244,3 +251,31 @@ def test_what_an_older_version_timed_without_saying_how_does_not_stand() -> None
             found = run(clock, older, "slow")
     assert found.decision(8).winner.backend == "slow"
     assert found.standing == ()
+
+
+def test_on_a_gpu_rows_of_the_clock_before_decide_nothing_any_more() -> None:
+    """ "device events" held the events' own time, "device events, net" does not."""
+
+    def timed(clock: str, block: int, us: float) -> Measurement:
+        candidate = Candidate.of("triton", {"block": block}, "nk")
+        timing = (("cache", "cold"), ("clock", clock), ("graph", True))
+        return row("x", 16, us, candidate=candidate, timing=timing)
+
+    old = [timed("device events", 16, 10.0), timed("device events", 32, 14.0)]
+    new = [timed("device events, net", 16, 9.5), timed("device events, net", 64, 8.0)]
+    with pytest.raises(AutoselError, match="timing: found"):
+        decide([*old, *new])
+    for rows in ([*old, *new], [*old, *new[:1]]):
+        assert of_newest_mode(rows) == rows[2:]
+        with Store.open(":memory:") as store:
+            store.add_measurements(rows)
+            best = min(rows[2:], key=lambda m: min(m.times_us)).candidate
+            (found,) = triton_decisions(store, PROBLEM, GPU)
+            assert found.winner == best
+            assert explain(store, PROBLEM, GPU, 16).used == best
+            outcome = gather(store, PROBLEM, GPU).outcome(16)
+            assert isinstance(outcome, Decision)
+            assert outcome.winner == best
+    failed = replace(old[0], status="wrong", reason="wrong", times_us=(), timing=())
+    assert of_newest_mode([failed, *old]) == [failed, *old]
+    assert of_newest_mode([failed]) == [failed]

@@ -466,6 +466,19 @@ def test_a_call_shorter_than_the_events_own_time_has_a_time() -> None:
     assert found["a"].times_us == (timing_gpu.LEAST_US,)
 
 
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("answer", [0.0, -0.04, float("nan")])
+def test_events_that_are_out_of_order_are_no_short_time(graph: bool, answer: float) -> None:
+    """Else a candidate of which they tell nothing would take 1 us and win."""
+    gpu = ScriptedGpu()
+    settings = TimingSettings(rounds=3, samples_per_round=1, flush_bytes=4096, graph=graph)
+    timer = timing_gpu.GpuTimer(GPU, settings, api=gpu)
+    gpu.Event.elapsed_time = lambda start, end: answer  # type: ignore[method-assign]
+    found = time_candidates({"a": gpu.kernel}, settings, timer)
+    assert found["a"].times_us == ()
+    assert facts(found["a"])["no_time"] == 9
+
+
 def test_without_event_nodes_the_events_stand_around_the_replay() -> None:
     gpu = ScriptedGpu(event_nodes=False)
     settings = TimingSettings(rounds=2, samples_per_round=3, flush_bytes=4096)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import os
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from autosel import timing, timing_nvml
+from autosel.errors import AutoselError
 from autosel.timing import Call, Sample, TimedSamples, TimingSettings, time_candidates
 from autosel.timing_nvml import Conditions, throttled
 from tests.test_timing import ScriptedTimer
@@ -145,8 +150,6 @@ def test_it_waits_for_a_quiet_machine_and_no_longer_than_told(
 
 @pytest.mark.parametrize("name", ["budget_s", "stop_above_us", "epsilon"])
 def test_limits_below_zero_are_refused(name: str) -> None:
-    from autosel.errors import AutoselError
-
     with pytest.raises(AutoselError, match=rf"TimingSettings\.{name}"):
         TimingSettings(**{name: 0.0})
 
@@ -229,3 +232,180 @@ def test_conditions_stand_beside_each_sample() -> None:
     timer.sample = lambda call, repeats: Sample(100.0, False, {"sm_mhz": 1755.0})  # type: ignore[method-assign]
     found = time_candidates({"a": timer.call(1e-4)}, TimingSettings(rounds=3), timer)
     assert facts(found["a"])["sm_mhz"] == "1755,1755,1755"
+
+
+def test_other_processes_are_counted_where_process_numbers_are_ours() -> None:
+    class Process:
+        def __init__(self, pid: int) -> None:
+            self.pid = pid
+
+    def sees(*pids: int) -> dict[str, float]:
+        nvml = Nvml()
+        nvml.nvmlDeviceGetComputeRunningProcesses = lambda handle: [Process(p) for p in pids]
+        return Conditions("GPU-1", nvml).read()
+
+    assert sees(os.getpid())["other_processes"] == 0
+    assert sees(os.getpid(), os.getppid())["other_processes"] == 0, "a worker's parent is ours"
+    assert sees(os.getpid(), 1_000_001, 1_000_002)["other_processes"] == 2
+    assert "other_processes" not in sees(7, 8), "a container sees the numbers of its host"
+    assert "other_processes" not in sees()
+
+
+# --------------------------------------------------------------------- clocks and machines that err
+
+
+@pytest.mark.parametrize("us", [0.0, -5.0, math.nan, math.inf])
+@pytest.mark.parametrize("timer", [ScriptedTimer(), OneByOne()], ids=["blocks", "one by one"])
+def test_samples_that_are_no_time_are_made_up_for(timer: ScriptedTimer, us: float) -> None:
+    """Every third sample is none."""
+    count = itertools.count()
+    take = timer.sample
+
+    def sample(call: Call, repeats: int) -> Sample:
+        found = take(call, repeats)
+        return replace(found, us=us) if next(count) % 3 == 0 else found
+
+    timer.sample = sample  # type: ignore[method-assign]
+    settings = TimingSettings(rounds=20, race=False)
+    found = time_candidates({"a": timer.call(1e-4), "b": timer.call(2e-4)}, settings, timer)
+    for name, value in (("a", 100), ("b", 200)):
+        assert found[name].times_us == pytest.approx([value] * len(found[name].times_us))
+        assert len(found[name].times_us) >= 20
+        assert facts(found[name])["no_time"] > 5
+
+
+def test_a_clock_that_stands_still_gives_no_sample_and_comes_to_an_end() -> None:
+    timer = OneByOne()
+    found = time_candidates({"a": lambda: None, "b": timer.call(1e-4)}, TimingSettings(), timer)
+    assert found["a"].times_us == ()
+    assert facts(found["a"])["no_time"] > 0
+    assert found["a"].error is None
+    assert found["b"].times_us
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4, 7])
+def test_a_machine_that_stands_still_for_an_hour_costs_one_sample(at: int) -> None:
+    """Its process is stopped, or its virtual machine: in the warm-up or in the race."""
+    timer = OneByOne()
+    calls = 0
+
+    def pauses() -> None:
+        nonlocal calls
+        calls += 1
+        timer.clock += 3600.0 if calls == at + 1 else 1e-4
+
+    settings = TimingSettings(rounds=20, race=False)
+    found = time_candidates({"a": pauses, "b": timer.call(2e-4)}, settings, timer)
+    assert len(found["a"].times_us) == 20
+    assert facts(found["a"])["limited"] is False
+    assert facts(found["a"])["stood_still_s"] == 3600.0
+    assert "stood_still_s" not in facts(found["b"])
+
+
+def test_only_one_standstill_is_forgiven() -> None:
+    """Else a candidate that hangs now and then would take hours."""
+    timer = OneByOne()
+    calls = itertools.count()
+
+    def hangs() -> None:
+        timer.clock += 100.0 if next(calls) % 2 else 1e-4
+
+    start = timer.clock
+    time_candidates({"a": hangs}, TimingSettings(rounds=200, race=False), timer)
+    assert timer.clock - start < 100.0 * 4, "the limit is kept to within a few calls"
+
+
+def test_a_clock_that_goes_backwards_ends_nothing() -> None:
+    timer = OneByOne()
+    real = timer.call(1e-4)
+    count = itertools.count()
+
+    def back() -> None:
+        real()
+        if next(count) == 6:
+            timer.clock -= 50.0
+
+    found = time_candidates({"a": back, "b": timer.call(2e-4)}, TimingSettings(rounds=20), timer)
+    assert found["a"].error is None
+    assert found["a"].times_us == pytest.approx([100.0] * len(found["a"].times_us))
+    assert facts(found["a"])["wall_s"] >= 0
+
+
+# ------------------------------------------------------------------------------- hot against cold
+
+
+class Cache(ScriptedTimer):
+    """Holds one candidate's weights; who finds its own there takes ``hot`` and not ``cold`` us."""
+
+    holds = ""
+
+    def layer(self, name: str, cold: float, hot: float) -> Call:
+        def call() -> None:
+            self.clock += (hot if self.holds == name else cold) * 1e-6
+            self.holds = name
+
+        return call
+
+    def sample(self, call: Call, repeats: int) -> Sample:
+        if self.cold:
+            self.holds = ""
+        return super().sample(call, repeats)
+
+
+def test_what_the_flush_is_for() -> None:
+    """Weights smaller than the cache: without a flush the order is another one."""
+
+    def order(cold: bool) -> list[str]:
+        timer = Cache(cold=cold)
+        calls = {"small": timer.layer("small", 200, 50), "streams": timer.layer("streams", 100, 95)}
+        settings = TimingSettings(cache="cold" if cold else "hot", rounds=10, race=False)
+        found = time_candidates(calls, settings, timer)
+        return sorted(found, key=lambda name: sorted(found[name].times_us)[2])
+
+    assert order(cold=True) == ["streams", "small"]
+    assert order(cold=False) == ["small", "streams"]
+
+
+# --------------------------------------------------------------------------------- many, and few
+
+
+def test_hundreds_of_candidates_are_settled_without_a_race_of_each() -> None:
+    """A quarter of them are in the running for long, and none of the far ones is."""
+    timer = OneByOne()
+    truth = {n: 100.0 * (1 + n / 100) for n in range(600)}
+    calls = {n: noisy(timer, us, 0.005, n) for n, us in truth.items()}
+    found = time_candidates(calls, TimingSettings(limit_s=1e9, rounds=25), timer)
+    taken = {n: len(samples.times_us) for n, samples in found.items()}
+    assert not facts(found[0])["eliminated"]
+    assert sum(taken.values()) < 0.4 * 25 * len(truth)
+    assert max(taken[n] for n in truth if truth[n] > 300) <= 12
+
+
+def test_one_sample_of_each_says_which_looks_faster_and_that_it_is_not_settled() -> None:
+    timer = OneByOne()
+    calls = {"a": timer.call(1e-4), "b": timer.call(1.05e-4), "c": timer.call(3e-4)}
+    found = time_candidates(calls, TimingSettings(rounds=1), timer)
+    assert [len(samples.times_us) for samples in found.values()] == [1, 1, 1]
+    assert not any(facts(samples)["eliminated"] for samples in found.values())
+
+
+@pytest.mark.parametrize("budget_s", [1e-12, 1e-6, math.inf])
+def test_a_budget_below_one_call_gives_everyone_a_sample(budget_s: float) -> None:
+    timer = OneByOne(flush_s=0.01)
+    settings = TimingSettings(budget_s=budget_s, limit_s=1e9, rounds=3, race=False)
+    found = time_candidates({"a": timer.call(0.5), "b": timer.call(0.2)}, settings, timer)
+    counts = [len(samples.times_us) for samples in found.values()]
+    assert counts == ([3, 3] if budget_s == math.inf else [1, 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("wait_quiet_s", -1.0), ("wait_quiet_s", math.inf), ("wait_quiet_s", math.nan),
+        ("burst_us", 0.0), ("burst_us", math.nan), ("flush_bytes", -1),
+        ("limit_s", math.nan), ("budget_s", -1.0), ("epsilon", math.nan), ("confidence", math.nan),
+    ],
+)  # fmt: skip
+def test_settings_that_mean_nothing_are_refused(name: str, value: float) -> None:
+    with pytest.raises(AutoselError, match=rf"TimingSettings\.{name}: value: found"):
+        TimingSettings(**{name: value})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,12 +11,13 @@ import pytest
 import torch
 
 from autosel import trial, tune_search
-from autosel.core import Measurement, Params, Routing, Scalar
+from autosel.core import Candidate, Certificate, Level, Measurement, Params, Routing, Scalar
 from autosel.engine_export import StartingPoints
 from autosel.evidence import gather
 from autosel.explanation import explain
 from autosel.interfaces import PackedExperts, Space
 from autosel.store import Store
+from autosel.timing import TimingSettings
 from autosel.tune_search import FINALISTS, PATIENCE, PATIENCE_AFTER
 from autosel.tune_searched import Searched
 from autosel.tune_types import Observer
@@ -27,9 +29,11 @@ from tests.test_tune import run
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is tried is asked here, not how it is judged; tiny tensors need one thread."""
     certify = trial.certify
-    monkeypatch.setattr(
-        trial, "certify", lambda *args, **how: certify(*args, **{**how, "level": "quick"})
-    )
+
+    def quickly(*args: Any, level: Level, **how: Any) -> Certificate:
+        return replace(certify(*args, level="quick", **how), level=level)
+
+    monkeypatch.setattr(trial, "certify", quickly)
     judge_one_case(monkeypatch)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -378,3 +382,61 @@ def test_another_cache_setting_is_no_news() -> None:
         assert found.aside_text == ""
         assert found.decision(4).winner_us > 90.0
         assert len(store.measurements()) == 2
+
+
+# ------------------------------------------------------------- races that time ended, and no time
+
+
+class Searches(Observer):
+    """The steps of a sweep, by name."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+
+    def step(self, what: str, num_tokens: int, candidate: Candidate | None = None) -> None:
+        self.steps.append(what)
+
+
+def test_a_race_that_time_ended_is_run_again_without_another_search() -> None:
+    """Its finalists are too near to each other for what the budget allows."""
+    clock, rng = Clock(), random.Random(3)
+
+    def us(routing: Routing, params: Params) -> float:
+        return 100.0 * rng.lognormvariate(0, 0.2)
+
+    timing = TimingSettings(rounds=3000, samples_per_round=1, limit_s=1e9)
+    more: dict[str, Any] = {"token_counts": (4,), "timing": timing, "trials": 8}
+    first, second = Searches(), Searches()
+    with Store.open(":memory:") as store, registered(deep=FakeBackend(clock, us, space=LINE)):
+        cut = run(clock, store=store, budget_s=0.1, observer=first, **more)
+        assert cut.cuts[0].unsettled
+        assert cut.cuts[0].untried == ()
+        again = run(clock, store=store, observer=second, **more)
+        finalists = {m.candidate for m in cut.measurements if m.status == "ok"}
+        assert {m.candidate for m in again.measurements if m.status == "ok"} == finalists
+        races = {dict(m.timing)["race"] for m in again.measurements if m.times_us}
+        assert len(races) == 1, "all of them raced each other"
+        third = Searches()
+        run(clock, store=store, observer=third, **more)
+    assert "search" in first.steps
+    assert "search" not in second.steps
+    assert second.steps.count("time") == 1
+    assert third.steps == []
+
+
+def test_where_the_clock_gives_no_time_nothing_is_lost() -> None:
+    """It is no row of a database, and no fault of the candidate's."""
+    clock = Clock()
+    fakes = {"still": FakeBackend(clock, 0.0), "good": FakeBackend(clock, 100.0)}
+    with Store.open(":memory:") as store, registered(**fakes):
+        result = run(clock, store=store, token_counts=(4,))
+        assert [m.candidate.backend for m in store.measurements()] == ["good"]
+        assert store.incidents() == []
+        assert result.decision(4).winner.backend == "good"
+        (still,) = result.decision(4).rejected
+        assert "no usable time" in still.reason
+        fakes["still"].us = 50.0
+        assert run(clock, store=store, token_counts=(4,)).decision(4).winner.backend == "still"
+        with registered(alone=FakeBackend(clock, 0.0)):
+            found = run(clock, store=store, token_counts=(4,), backends=("alone",))
+        assert found.decision(4).winner.backend == "still"
