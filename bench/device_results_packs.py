@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from autosel import samples
 from autosel.core import Candidate, Decision, ErrorFigures, Measurement, Scalar
@@ -86,10 +86,10 @@ def _thinned(entry: Entry) -> Iterator[Measured]:
 
 
 def _short(figures: F) -> F:
-    """Dataclass of numbers with fewer digits; None stays None."""
+    """A dataclass of numbers with fewer digits; None stays None."""
     if figures is None:
         return figures
-    numbers = {
+    numbers: dict[str, Any] = {
         name: float(f"{value:.{DIGITS}g}")
         for name, value in asdict(figures).items()
         if isinstance(value, float)

@@ -21,6 +21,7 @@ from markupsafe import Markup
 
 import autosel
 from autosel import evidence_files, figures, plots
+from autosel.core import Measurement
 from autosel.errors import AutoselError
 from autosel.evidence import Evidence
 from autosel.report_data import report_data
@@ -91,15 +92,25 @@ def _key(one: Evidence) -> tuple[object, ...]:
 
 
 def _with_facts(one: Evidence, facts: Any) -> Evidence:
-    """A pack's evidence with what packs do not have: the machine's ceilings, and the seed."""
+    """A pack's evidence with what packs do not have: the machine's ceilings, and the seed.
+
+    A pack has not all that was tried, so the cost of tuning cannot be told from it: what each step
+    took is left out, and with it that figure.
+    """
+    rows = tuple(map(_without_cost, one.measurements))
     known = facts.get("ceilings") if isinstance(facts, Mapping) else None
     if known is None:
-        return one
+        return replace(one, measurements=rows)
     try:
         ceilings, seed = Ceilings(**known), int(facts.get("seed", 0))
     except (TypeError, ValueError) as error:
         raise AutoselError(f"{ENVIRONMENT}, {one.label}: ceilings: {error}") from None
-    return replace(one, ceilings=ceilings, seed=seed)
+    return replace(one, measurements=rows, ceilings=ceilings, seed=seed)
+
+
+def _without_cost(m: Measurement) -> Measurement:
+    timing = tuple(pair for pair in m.timing if pair[0] != "wall_s")
+    return replace(m, pack_ms=None, first_call_ms=None, verify_ms=None, timing=timing)
 
 
 def make_device(folder: Path) -> DevicePage | None:
@@ -112,12 +123,9 @@ def make_device(folder: Path) -> DevicePage | None:
     for old in places.glob("*.svg"):
         old.unlink()
     drawn = []
-    jobs: list[tuple[str, str, Sequence[Evidence]]] = []
     # Samples and tables of medians are not mixed in one figure: only the former have intervals.
-    sampled = [one for one in found if not one.figures]
-    tables = [one for one in found if one.figures]
-    for end, group in (("", sampled), ("-tables", tables)) if sampled else (("", tables),):
-        jobs += [(f"{kind}{end}", kind, group) for kind in SUMMARY_KINDS if group]
+    summary = [one for one in found if not one.figures] or found
+    jobs: list[tuple[str, str, Sequence[Evidence]]] = [(k, k, summary) for k in SUMMARY_KINDS]
     jobs += [(f"{kind}-{slug(one.label)}", kind, [one]) for one in found for kind in LAYER_KINDS]
     for name, kind, shown in jobs:
         options = plots.Options()
@@ -130,9 +138,7 @@ def make_device(folder: Path) -> DevicePage | None:
         drawn.append(Drawn(f"{name}.svg", words))
     device = found[0].device.name
     made = f"Made from the files in results/{folder.name} by autosel {autosel.__version__}"
-    write_report(
-        sampled or tables, folder / "report.html", title=f"Measured on {device}", made=made
-    )
+    write_report(summary, folder / "report.html", title=f"Measured on {device}", made=made)
     data = report_data(found, title="", made="")
     files = [
         str(path.relative_to(folder))

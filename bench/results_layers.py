@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from autosel.evidence import Evidence, preset_label, preset_target
 
@@ -47,7 +48,7 @@ def unusual(one: Evidence) -> Sequence[str]:
 
 
 #: Options of ``autosel sweep`` by the setting that a stored sweep has, with the usual value.
-_OPTIONS = (
+_OPTIONS: tuple[tuple[str, str, Any], ...] = (
     ("--tokens", "token_counts", []),
     ("--backends", "backends", []),
     ("--allow-a8", "allow_a8", False),
