@@ -4,6 +4,8 @@ Each token count gets an equal part of what is left when it begins, so that what
 goes to the rest. Of its part at most :data:`TRYING` goes to packing, verifying and searching, which
 decide nothing, and what is then left to timing. What cannot be interrupted (a compilation, one
 call) may overrun; a token count never ends without having tried until one candidate was right.
+What is left in the end, since compilers had got ahead by then, goes to the token counts that were
+cut short.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from collections.abc import Callable
 
 #: Share of a token count's time after which nothing further is packed, verified or searched.
 TRYING = 0.6
+#: A token count gets a second turn for no less than this, seconds: a few candidates.
+WORTH_S = 1.0
 #: Timing gets at least this much, seconds: one sample of each that is ready.
 LEAST_S = 0.05
 
@@ -36,6 +40,12 @@ class Deadline:
             left = max(self._end - self._began, 0.0)
             self._until = self._began + left / max(self._shares, 1)
         self._shares -= 1
+
+    def again(self, shares: int) -> bool:
+        """Share what is left among so many token counts; False where that is not worth it."""
+        left = 0.0 if self._end is None else self._end - self._now()
+        self._shares = shares
+        return bool(shares) and left >= WORTH_S * shares
 
     def trying_is_over(self) -> bool:
         """Whether this token count should now time what is ready, and try nothing further."""

@@ -95,8 +95,8 @@ class _Sweep:
     def run(self) -> SweepResult:
         """Everything, token count by token count."""
         self.observer.started(self.problem, self.device, self.tokens, len(self.trials.backends))
-        measurements: list[Measurement] = []
-        outcomes: list[Decision | NothingUsable] = []
+        counts = [bucket.measured for bucket in self.buckets]
+        found: dict[int, tuple[list[Measurement], Decision | NothingUsable]] = {}
         try:
             if self.device.torch_device != "cpu":  # there it would disturb what follows
                 self.bench.prepare()
@@ -110,11 +110,15 @@ class _Sweep:
                     label=self.source.label,
                     ceilings=asdict(rates) if rates else None,
                 )
-            counts = [bucket.measured for bucket in self.buckets]
             for bucket, later in zip(self.buckets, [*counts[1:], None], strict=True):
-                found = self._measure(bucket.measured, later)
-                outcomes.append(self._decide(bucket, found))
-                measurements += found
+                rows = self._measure(bucket.measured, later)
+                found[bucket.measured] = rows, self._decide(bucket, rows)
+            cut = [b for b in self.buckets if b.measured in {c.num_tokens for c in self.cuts}]
+            if self.deadline.again(len(cut)):
+                for bucket in cut:
+                    self._forget(bucket.measured)
+                    rows = self._measure(bucket.measured, None)
+                    found[bucket.measured] = rows, self._decide(bucket, rows)
         finally:
             self.bench.close()
         if self.store and self.sweep_id is not None:
@@ -124,14 +128,21 @@ class _Sweep:
             device=self.device,
             label=self.source.label,
             routing=self.settings.routing,
-            measurements=tuple(measurements),
-            outcomes=tuple(outcomes),
+            measurements=tuple(row for count in counts for row in found[count][0]),
+            outcomes=tuple(found[count][1] for count in counts),
             ceilings=rates,
             cuts=tuple(self.cuts),
             standing=tuple(self.standing),
             unsearched=tuple(self.unsearched),
             aside=tuple(self.aside),
         )
+
+    def _forget(self, num_tokens: int) -> None:
+        """What was noted of a token count that gets another turn."""
+        self.cuts = [cut for cut in self.cuts if cut.num_tokens != num_tokens]
+        self.standing = [note for note in self.standing if note[0] != num_tokens]
+        self.unsearched = [note for note in self.unsearched if note[0] != num_tokens]
+        self.aside = [note for note in self.aside if note[0] != num_tokens]
 
     def _measure(self, num_tokens: int, later: int | None) -> list[Measurement]:
         """Every candidate at one token count: stored ones as they are, the others now."""

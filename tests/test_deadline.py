@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import click
 import pytest
@@ -66,6 +67,35 @@ def test_every_token_count_has_an_answer_and_the_cut_is_said() -> None:
     assert tried < set(fakes), "who was not tried is no row, so that a later sweep measures it"
     assert whole.cuts == ()
     assert {m.candidate.backend for m in whole.measurements} == set(fakes)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_time_that_is_left_in_the_end_goes_to_what_was_cut_short(stored: bool) -> None:
+    """The first token count pays for what starts slowly; the others leave time for another turn."""
+    clock = Clock()
+    seen: set[str] = set()
+
+    def starts(name: str, seconds: float) -> Callable[[object], None]:
+        def before(params: object) -> None:
+            clock.seconds += 0.0 if name in seen else seconds
+            seen.add(name)
+
+        return before
+
+    fakes = {
+        "early": FakeBackend(clock, 100.0, before=starts("early", 2.5)),
+        "late": FakeBackend(clock, 50.0, before=starts("late", 1.0)),
+    }
+    with registered(**fakes), Store.open(":memory:") as store:
+        kept = store if stored else None
+        result = run(clock, store=kept, token_counts=(1, 4, 16), budget_s=12.0)
+        assert result.cuts == ()
+        assert [d.winner.backend for d in result.decisions] == ["late"] * 3
+        assert [m.num_tokens for m in result.measurements] == [1, 1, 4, 4, 16, 16]
+        seen.clear()
+        short = run(clock, token_counts=(1, 4, 16), budget_s=4.4)
+    assert [cut.num_tokens for cut in short.cuts] == [1]
+    assert short.decision(1).winner.backend == "early"
 
 
 def test_a_budget_of_nothing_still_finds_one_right_candidate_a_token_count() -> None:
