@@ -34,6 +34,9 @@ PATIENCE_AFTER = 3
 #: ... better by at least this much.
 GAIN = 0.03
 
+#: Stored settings that a search begins with, those of the token count before included.
+NEARBY = 4
+
 Rows = list[Measurement]
 
 
@@ -80,6 +83,7 @@ class Searcher:
         self.store, self.observer, self.attempts = store, observer, attempts
         self.starting = read_tuned(settings.start_from) if settings.start_from else None
         self.best: dict[str, list[Params]] = {}  # of each backend, at the token count before
+        self.nearby: dict[tuple[str, int], list[Params]] = {}  # good ones that are stored
         self.quick = replace(settings.timing, rounds=1, samples_per_round=3)
 
     def first_points(self, backend: Backend, space: Space, num_tokens: int) -> list[Params]:
@@ -185,8 +189,12 @@ class Searcher:
         engine's tuned file, or nearby in the store."""
         found = [*self.best.get(backend.name, []), *self._told(backend, num_tokens)]
         if self.store:
-            where = (self.problem, self.device, num_tokens, self.settings.routing)
-            found += neighbours.known_good(self.store, backend, *where)
+            wanted = backend.name, num_tokens
+            if wanted not in self.nearby:
+                where = (self.problem, self.device, num_tokens, self.settings.routing)
+                self.nearby[wanted] = [*neighbours.known_good(self.store, backend, *where)]
+            # Each is a setting more to compile at every token count.
+            found += self.nearby[wanted][: NEARBY - len(self.best.get(backend.name, []))]
         return found
 
     def _told(self, backend: Backend, num_tokens: int) -> list[Params]:
