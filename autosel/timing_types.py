@@ -34,8 +34,8 @@ class TimingSettings:
                        candidate gets one sample all the same.
     stop_above_us      a candidate whose sample is above this gets no further one (a search's)
     wait_quiet_s       the longest to wait for others to leave the processors before timing
-    bind               bind the threads of a worker process, one to a processor, while a sample is
-                       taken (:mod:`autosel.timing_threads`)
+    bind               bind the threads of a worker process while a sample is taken, if there is one
+                       for each processor (:mod:`autosel.timing_threads`)
     flush_bytes        None: from the device
     epsilon            candidates within this ratio of each other need no further samples
     confidence         of the race's statements
