@@ -30,7 +30,7 @@ from bench.device_results_lines import read_lines
 from bench.device_results_sweep import Runner, Slot
 from bench.results_data import RESULTS, ROOT
 from bench.results_layers import slug
-from tests.made_evidence import COLD, GPU, row
+from tests.made_evidence import GPU, row
 
 #: Sizes of a published layer, so that labels and commands are about something.
 LAYER = presets.get("granite-3-1b-a400m")
@@ -271,7 +271,7 @@ def measured(backend, tokens, us, problem=LAYER, **more):
     return made
 
 
-def fill(path, problem=LAYER, device=GPU, routing="uniform", created=()):
+def fill(path, problem=LAYER, device=GPU, routing="uniform", cache="cold"):
     """Three backends and a slower setting at 1 and 16 tokens; marlin is not supported."""
     with Store.open(path) as store:
         number = store.begin_sweep(device, {"seed": 0, "trials": 8}, ceilings=CEILINGS)
@@ -289,12 +289,12 @@ def fill(path, problem=LAYER, device=GPU, routing="uniform", created=()):
             rows = [
                 replace(
                     m, device=device, routing=routing,
-                    timing=tuple(sorted((*m.timing, *(lists if m.times_us else ())))),
+                    timing=tuple(sorted((("cache", cache), *(lists if m.times_us else ())))),
                 )
                 for m in rows
             ]  # fmt: skip
             store.add_measurements(rows, number)
-            store.add_decision(decide(rows, bucket=bucket), device, COLD, number)
+            store.add_decision(decide(rows, bucket=bucket), device, (("cache", cache),), number)
         store.finish_sweep(number)
 
 
@@ -336,14 +336,17 @@ def test_what_is_exported(db, tmp_path, capsys):
 def test_every_sample_ships_as_it_was_taken(db, tmp_path):
     """Against the database's own rows, read with nothing of ours."""
     export(db, tmp_path / "x")
-    with sqlite3.connect(db) as connection:
-        stored = [
-            json.loads(times)
-            for (times,) in connection.execute("SELECT times_us FROM measurements")
-        ]
     rows = table(tmp_path / "x" / "samples.csv.xz")
-    shipped = [json.loads(r["samples_us"] or "[]") for r in rows]
-    assert sorted(shipped) == sorted(stored)
+    shipped = sorted(json.loads(r["samples_us"] or "[]") for r in rows)
+    with sqlite3.connect(db) as connection:
+        stored = connection.execute("SELECT id, times_us FROM measurements").fetchall()
+        assert shipped == sorted(json.loads(times) for _, times in stored)
+        # Planted: one sample of one row is another one.
+        number, times = next((number, json.loads(times)) for number, times in stored if times[2:])
+        changed = json.dumps([*times[:-1], times[-1] * 1.0001])
+        connection.execute("UPDATE measurements SET times_us = ? WHERE id = ?", (changed, number))
+        stored = connection.execute("SELECT id, times_us FROM measurements").fetchall()
+        assert shipped != sorted(json.loads(times) for _, times in stored)
     refused = [r for r in rows if r["status"] != "ok"]
     assert len(refused) == 6
     assert {r["reason"] for r in refused} == {"capability: found 7.0, required 8.0"}
@@ -446,6 +449,26 @@ def test_of_two_versions_the_newest_ships_and_two_devices_need_a_name(db, tmp_pa
     assert set(read_environment(tmp_path / "y")["layers"]) == {"granite-3-1b-a400m"}
 
 
+def test_hot_caches_are_named(tmp_path):
+    both, hot = tmp_path / "both.db", tmp_path / "hot.db"
+    fill(both)
+    fill(both, cache="hot")
+    fill(hot, cache="hot")
+    export(both, tmp_path / "both")
+    assert [path.name for path in (tmp_path / "both/packs").iterdir()] == [
+        "granite-3-1b-a400m.json"
+    ]
+    rows = table(tmp_path / "both" / "decisions.csv")
+    assert {(r["model"], r["cache"]) for r in rows} == {
+        ("granite-3-1b-a400m", "cold"), ("granite-3-1b-a400m, hot caches", "hot"),
+    }  # fmt: skip
+    assert [one.label for one in results_index.gather(tmp_path / "both")] == ["granite-3-1b-a400m"]
+    export(hot, tmp_path / "hot")
+    (one,) = results_index.gather(tmp_path / "hot")
+    assert one.label == "granite-3-1b-a400m, hot caches"
+    assert one.ceilings is not None
+
+
 def test_nothing_to_export_is_one_line(tmp_path, capsys):
     with Store.open(tmp_path / "empty.db"):
         pass
@@ -541,3 +564,27 @@ def test_shipped_packs_answer_on_their_machine(path, tmp_path, monkeypatch):
     facts = read_environment(path.parents[1])["layers"][path.stem]
     assert slug(facts["label"]) == path.stem
     assert path.stat().st_size < 400_000
+
+
+@pytest.mark.slow
+def test_from_a_file_of_sweeps_to_an_answer(tmp_path, monkeypatch, capsys):
+    """The two commands with real sweeps, then a machine like this one that never swept."""
+    words = "granite-3-1b-a400m --experts 2"
+    options = "--tokens 1 --backends emulation,torch_int4 --limit 0.1 --trials 1 --device cpu"
+    path, db = lines_of(tmp_path, f"{words} {options}"), tmp_path / "all.db"
+    assert device_results.main(["sweep", str(path), "--db", str(db)]) == 0
+    assert "1 of 1 decided" in capsys.readouterr().out
+    assert device_results.main(["sweep", str(path), "--db", str(db)]) == 0
+    assert "skipped" in capsys.readouterr().out
+    folder = tmp_path / "results" / "here"
+    assert device_results.main(["export", "--db", str(db), "-o", str(folder)]) == 0
+    (pack,) = (folder / "packs").iterdir()
+    monkeypatch.setattr(places, "built_in", lambda: (pack,))
+    monkeypatch.setenv("AUTOSEL_DB", str(tmp_path / "nobody.db"))
+    monkeypatch.setenv("AUTOSEL_SITE_DB", str(tmp_path / "nobody" / "site.db"))
+    capsys.readouterr()
+    asked = ["explain", *words.split(), "--tokens", "1", "--device", "cpu", "--json"]
+    assert autosel_main(asked) == 0
+    (answer,) = json.loads(capsys.readouterr().out)["answers"]
+    assert answer["status"] == "tuned"
+    assert (answer["origin"]["tier"], answer["origin"]["grade"]) == ("built-in", "exact")
