@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -127,3 +128,29 @@ def test_a_machine_that_gets_slower_is_nobodys_fault(seed: int) -> None:
     assert decision.winner.backend == "a"
     assert not decision.tie
     assert "got slower" not in decision.why
+
+
+NOISE: dict[str, Callable[[random.Random], float]] = {
+    "even": lambda rng: rng.gauss(1.0, 0.05),
+    "bursts": lambda rng: rng.choice((1.0, 1.0, 1.0, 4.0)) * rng.lognormvariate(0, 0.02),
+    "two clocks": lambda rng: rng.choice((1.0, 1.25)) * rng.lognormvariate(0, 0.01),
+    "heavy tail": lambda rng: 1.0 + 0.02 * rng.paretovariate(1.2),
+}
+
+
+@pytest.mark.parametrize("kind", NOISE)
+@pytest.mark.parametrize("count", [2, 3])
+def test_equal_candidates_keep_their_order_whatever_the_noise(kind: str, count: int) -> None:
+    """Tuned twenty times: the same winner, and it is said to be a tie."""
+    names = "abc"[:count]
+    found = []
+    for seed in range(20):
+        timer, rng = OneByOne(), random.Random(seed)
+
+        def call(timer: OneByOne = timer, rng: random.Random = rng) -> None:
+            timer.clock += 100e-6 * NOISE[kind](rng)
+
+        samples = raced(dict.fromkeys(names, call), timer, rounds=100)
+        found.append(decided([row(name, samples[name]) for name in names]))
+    assert {decision.winner.backend for decision in found} == {"a"}
+    assert all(decision.tie and "tie" in decision.why for decision in found)
