@@ -105,6 +105,7 @@ class LayerRuntime:
         self.problem = chooser.problem
         self.device = device
         self.expert_map = expert_map
+        self._index = None if device.type == "cpu" else device.index
         self._loader, self._chooser, self._check = loader, chooser, check
         self._dtype = torch_dtype(self.problem.act_dtype)
         self._width, self._top_k = self.problem.hidden_size, self.problem.top_k
@@ -135,7 +136,7 @@ class LayerRuntime:
 
         A candidate whose backend raises is withdrawn and the next one takes the call over.
         """
-        if undisturbed(self.device):
+        if undisturbed(self._index):
             return self._run(x, topk_ids, topk_weights, out, trusted, compiled)
         with for_calls(self.device):
             return self._run(x, topk_ids, topk_weights, out, trusted, compiled)

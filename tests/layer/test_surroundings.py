@@ -136,7 +136,7 @@ def test_autocast_would_change_the_numbers(tmp_path, monkeypatch):
     """The planted fault: without the guard float32 products are made of bfloat16 values."""
     call, layer = inputs(), made("emulation", tmp_path)
     expected = layer(*call)
-    monkeypatch.setattr("autosel.layer_runtime.undisturbed", lambda device: True)
+    monkeypatch.setattr("autosel.layer_runtime.undisturbed", lambda index: True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         off = (layer(*call) - expected).norm() / expected.norm()
     assert float(off) > 1e-4
@@ -174,13 +174,13 @@ def test_a_call_is_made_on_the_layers_device(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
     there = torch.device("cuda", 1)
-    assert not layer_surroundings.undisturbed(there)
-    assert layer_surroundings.undisturbed(torch.device("cuda", 0))
+    assert not layer_surroundings.undisturbed(there.index)
+    assert layer_surroundings.undisturbed(0)
     with layer_surroundings.for_calls(there):
         pass
     assert entered == [1]
     current[0] = 1
-    assert layer_surroundings.undisturbed(there)
+    assert layer_surroundings.undisturbed(there.index)
 
 
 @pytest.mark.gpu
