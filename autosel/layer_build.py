@@ -11,14 +11,14 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from autosel.core import CanonicalExperts, Device, Plan, Problem
-from autosel.errors import CheckpointError, field_error
+from autosel.errors import AutoselError, CheckpointError, field_error
 from autosel.identity import problem_differences
 from autosel.layer_choice import Chooser, Layouts
 from autosel.layer_place import expert_map_of, place, weights_id
 from autosel.layer_prove import prover
 from autosel.layer_refusals import refuse
 from autosel.layer_runtime import LayerRuntime
-from autosel.layer_surroundings import for_building
+from autosel.layer_surroundings import capturing, for_building
 from autosel.ranks import Ranks
 from autosel.ranks_choice import SharedChooser, exchange
 from autosel.routing_spec import RouterSpec
@@ -142,6 +142,9 @@ def build(
         others = {name: value for name, value in options.items() if name not in DEFAULTS}
         refuse("FusedMoE", others, tuple(DEFAULTS))
         where, described = place(options["device"])
+        if capturing(where):  # before anything touches the stream
+            found, wanted = "inside a graph capture", "before the capture"
+            raise AutoselError(field_error("FusedMoE", "made", found, wanted))
         chosen = expert_map_of(
             problem, options["ep_rank"], options["ep_size"], options["expert_map"]
         )

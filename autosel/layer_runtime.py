@@ -20,14 +20,14 @@ from autosel.compare import compare
 from autosel.core import CanonicalExperts, Device, Params, Problem, Routing, Status, Support
 from autosel.dispatch import apply, check_result
 from autosel.dtypes import torch_dtype
-from autosel.errors import AutoselError, RankError, UnsupportedError, field_error
+from autosel.errors import RankError, UnsupportedError, field_error
 from autosel.expert_map import local_ids
 from autosel.failures import CAUGHT, failed, is_out_of_memory
 from autosel.interfaces import Backend, Layout, PackedExperts
 from autosel.layer_check import Probe, make_probe
 from autosel.layer_choice import Choice, Chooser, Fault
 from autosel.layer_lookup import Lookup
-from autosel.layer_surroundings import for_building, for_calls, undisturbed
+from autosel.layer_surroundings import capturing, for_building, for_calls, undisturbed
 from autosel.ranks_choice import SharedChooser
 
 #: Gives the layer's weights, or raises AutoselError where they are gone for good.
@@ -110,10 +110,6 @@ class LayerRuntime:
         self._dtype = torch_dtype(self.problem.act_dtype)
         self._width, self._top_k = self.problem.hidden_size, self.problem.top_k
         self._lock = threading.Lock()
-        if _capturing(device):
-            raise AutoselError(
-                field_error("FusedMoE", "made", "inside a graph capture", "before the capture")
-            )
         self._packed: dict[str, PackedExperts] = {}
         self._probe: Probe | None = None  # kept: it is small, and the weights may be gone later
         self._table = self._build()
@@ -340,7 +336,7 @@ class LayerRuntime:
         Memory comes and goes; a capture must not be touched; and after a fault that sticks to the
         device every candidate would fail.
         """
-        if is_out_of_memory(cause) or _capturing(self.device):
+        if is_out_of_memory(cause) or capturing(self.device):
             _raise(cause)
         if isinstance(self._chooser, SharedChooser):
             # The other ranks run this candidate and may already wait for its output.
@@ -380,10 +376,6 @@ def _faulty(error: BaseException, backend: str, step: str) -> _FaultyError:
 
 def _raise(cause: BaseException) -> NoReturn:
     raise cause from None
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _synchronize(device: torch.device) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["CPU", "for_building", "for_calls", "seen_by_torch", "undisturbed"]
+__all__ = ["CPU", "capturing", "for_building", "for_calls", "seen_by_torch", "undisturbed"]
 
 CPU = torch.device("cpu")
 
@@ -65,6 +65,11 @@ def for_building(device: torch.device = CPU) -> Iterator[None]:
             torch.set_default_dtype(torch.float32)
             stack.callback(torch.set_default_dtype, before)
         yield
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a graph of the current stream is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def seen_by_torch(x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -196,6 +197,16 @@ def test_a_layer_on_the_second_device_while_the_first_is_current():
             out = layer(x.to("cuda:1"), ids.to("cuda:1"), weights.to("cuda:1"))
         assert torch.cuda.current_device() == 0
     assert float((out.cpu().float() - right.float()).norm() / right.float().norm()) < 2e-2
+
+
+def test_inside_a_capture_nothing_is_read_and_nothing_touches_the_stream(monkeypatch):
+    monkeypatch.setattr("autosel.layer_build.capturing", lambda device: True)
+    monkeypatch.setattr(RandomSource, "load", lambda *_: pytest.fail("loaded"))
+    part = replace(EXACT, num_local_experts=4)
+    for options in ({}, {"ep_rank": 1, "ep_size": 2}):
+        source = RandomSource(part if options else EXACT)
+        with pytest.raises(AutoselError, match="made: found inside a graph capture"):
+            FusedMoE.from_source(source, **options)
 
 
 # whoever follows torch's operators ---------------------------------------------------------------
