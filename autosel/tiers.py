@@ -31,7 +31,7 @@ from autosel.buckets import newest_cover
 from autosel.core import Candidate, Decision, Device, Measurement, Problem, TokenBucket
 from autosel.next_best import instead
 from autosel.packs import canary_results, library, places
-from autosel.packs.grade import Graded
+from autosel.packs.grade import Graded, bystanders
 from autosel.packs.grade import grade as grade_of
 from autosel.packs.model import Entry, Pack
 from autosel.records import Timing
@@ -245,7 +245,12 @@ class Tiers:
         wish: _Wish,
         failed: set[tuple[Candidate, int]],
     ) -> Answer:
-        graded = grade_of(entry.source, wish.device, shipped=tier == "built-in")
+        graded = grade_of(
+            entry.source,
+            wish.device,
+            shipped=tier == "built-in",
+            bystanders=bystanders(entry),
+        )
         proven, note = graded.grade == "exact", ""
         rows = tuple(m.row for m in entry.measured if m.row.times_us or m.row.status != "ok")
         if graded.grade == "compatible":

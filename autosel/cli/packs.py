@@ -25,9 +25,12 @@ def model_of(target: Target) -> Model:
 
 def grades(pack: Pack, here: Device, *, shipped: bool = False) -> list[tuple[Entry, Graded]]:
     """Each entry with its grade on this machine."""
-    from autosel.packs.grade import grade
+    from autosel.packs.grade import bystanders, grade
 
-    return [(entry, grade(entry.source, here, shipped=shipped)) for entry in pack.entries]
+    return [
+        (entry, grade(entry.source, here, shipped=shipped, bystanders=bystanders(entry)))
+        for entry in pack.entries
+    ]
 
 
 def entry_table(graded: list[tuple[Entry, Graded]]) -> Table:

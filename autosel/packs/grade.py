@@ -7,20 +7,23 @@ foreign     anything else: never decides; shown, and of use as a starting point 
 
 Where no rule stands for a field, any difference makes results foreign. A fact that only one side
 knows is a difference (unknown is not equal), and a device without a name is unknown altogether.
+Packages that no winner runs on are bystanders: another version, or none, of a rival's package
+changes nothing about the winners, and whether they still win is what the check here asks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from packaging.version import InvalidVersion, Version
 
 import autosel
+from autosel import registry
 from autosel.core import Device
-from autosel.packs.model import Source
+from autosel.packs.model import Entry, Source
 
 Grade = Literal["exact", "compatible", "foreign"]
 GRADES: tuple[Grade, ...] = ("exact", "compatible", "foreign")
@@ -105,15 +108,33 @@ RULES: Mapping[str, Rule] = {
 }
 
 
-def grade(source: Source, here: Device, *, shipped: bool = False) -> Graded:
+def bystanders(entry: Entry) -> frozenset[str]:
+    """Packages of backends that won nothing in ``entry``; none where a winner's are not known."""
+    packages = {backend.name: {*backend.distributions} for backend in registry.all_backends()}
+    winners = {decision.winner.backend for decision in entry.decisions}
+    if not winners <= packages.keys():
+        return frozenset()
+    needed = {"torch"}.union(*(packages[name] for name in winners))
+    return frozenset(set[str]().union(*packages.values()) - needed)
+
+
+def grade(
+    source: Source,
+    here: Device,
+    *,
+    shipped: bool = False,
+    bystanders: Collection[str] = (),
+) -> Graded:
     """The grade on ``here`` of what ``source`` made, for the autosel that is running.
 
     The checkout's commit is not compared: what of it can change a result, the kernels, is by
     content. ``shipped`` results are part of this very autosel, so that the number of the version
-    that made them does not count either.
+    that made them does not count either. A difference in a package among ``bystanders`` asks for a
+    check and no more.
     """
+    beside = {f"versions.{name}" for name in bystanders}
     found = [
-        GradedField(name, made, ours, _effect(name, made, ours))
+        GradedField(name, made, ours, "compatible" if name in beside else _effect(name, made, ours))
         for name, (made, ours) in _pairs(source, here).items()
         if made != ours and not (shipped and name == "autosel.version")
     ]

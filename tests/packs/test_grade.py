@@ -5,9 +5,9 @@ from dataclasses import fields, replace
 import pytest
 
 import autosel
-from autosel.core import Device
-from autosel.packs.grade import RULES, grade
-from tests.packs.made import MACHINE, source
+from autosel.core import Candidate, Device
+from autosel.packs.grade import RULES, bystanders, grade
+from tests.packs.made import FAST, MACHINE, entry, source
 
 EXACT, COMPATIBLE, FOREIGN = "exact", "compatible", "foreign"
 
@@ -166,3 +166,31 @@ def test_the_guide_has_every_rule():
     page = (Path(__file__).resolve().parents[2] / "docs" / "packs.md").read_text()
     for name, rule in RULES.items():
         assert rule.words in page, name
+
+
+OURS, THEIRS = Candidate.of("wna16_tiled", {}, "x"), Candidate.of("marlin", {}, "y")
+
+
+@pytest.mark.parametrize("version", ["0.12.2", "1.0", None])
+def test_packages_of_rivals_ask_for_a_check_and_no_more(version):
+    """vLLM, or none of it, beside results that our own kernels won; and where vLLM's won."""
+    made, here = entry(winner=OURS, other=THEIRS), with_version(MACHINE, "vllm", version)
+    beside = bystanders(made)
+    assert {"vllm", "humming-kernels"} <= beside
+    assert not {"torch", "triton", "cuda", "c++", "autosel-kernels"} & beside
+    found = grade(made.source, here, bystanders=beside)
+    assert found.grade == COMPATIBLE
+    assert [str(item.field) for item in found.differences] == ["versions.vllm"]
+    theirs = entry(winner=THEIRS, other=OURS)
+    assert grade(theirs.source, here, bystanders=bystanders(theirs)).grade == FOREIGN
+
+
+@pytest.mark.parametrize("package", ["torch", "triton", "autosel-kernels", "cuda"])
+def test_what_a_winner_runs_on_is_no_rivals(package):
+    made = entry(winner=OURS, other=THEIRS)
+    here = with_version(MACHINE, package, "99")
+    assert grade(made.source, here, bystanders=bystanders(made)).grade == FOREIGN
+
+
+def test_of_a_winner_that_nobody_knows_everything_counts():
+    assert bystanders(entry(winner=FAST)) == frozenset()
