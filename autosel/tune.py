@@ -101,7 +101,7 @@ class _Sweep:
             if self.device.torch_device != "cpu":  # there it would disturb what follows
                 self.bench.prepare()
                 for bucket in self.buckets[:1]:
-                    self.trials.prepare_first(bucket.measured, self._stored(bucket.measured))
+                    self.trials.prepare_own(bucket.measured, self._stored(bucket.measured))
             rates = self.rates(self.device, self.problem.act_dtype) if self.rates else None
             if self.store:
                 self.sweep_id = self.store.begin_sweep(

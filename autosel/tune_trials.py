@@ -63,11 +63,12 @@ class Trials:
         self.codes: dict[Candidate, str] = {}  # of each candidate that was attempted
         self.is_ready = False  # whether this token count has a candidate that was right
 
-    def prepare_first(self, num_tokens: int, stored: Stored) -> None:
-        """Begin to compile what :meth:`at` tries first: compilers take seconds to start."""
-        for backend in self.backends:
-            turn = self._turn(backend, num_tokens, stored)
+    def prepare_own(self, num_tokens: int, stored: Stored) -> dict[str, Turn]:
+        """Each backend's turn. Compilers, which take seconds to start, begin with own settings."""
+        turns = {b.name: self._turn(b, num_tokens, stored) for b in self.backends}
+        for turn in turns.values():
             self._compile_ahead(turn, turn.own_points, num_tokens, stored)
+        return turns
 
     def at(
         self, num_tokens: int, stored: Stored, following: tuple[int, Stored] | None = None
@@ -79,14 +80,9 @@ class Trials:
         """
         self.untried, self.unsearched, self.searches = [], [], {}
         self.is_ready = any(row.times_us for row in stored.values())
-        turns = {b.name: self._turn(b, num_tokens, stored) for b in self.backends}
+        turns = self.prepare_own(num_tokens, stored)
         self.searches = {name: turn.before for name, turn in turns.items()}
-        for turn in turns.values():
-            self._compile_ahead(turn, turn.own_points, num_tokens, stored)
-        if following is not None:
-            for backend in self.backends:
-                later = self._turn(backend, *following)
-                self._compile_ahead(later, later.own_points, *following)
+        later = {} if following is None else self.prepare_own(*following)
         rows: dict[str, Rows] = {}
         left = list(turns.values())
         while left:
@@ -98,7 +94,7 @@ class Trials:
                 self._compile_others(turn, num_tokens, stored)
             if following is not None:
                 for turn in order:
-                    self._compile_others(self._turn(turn.backend, *following), *following)
+                    self._compile_others(later[turn.backend.name], *following)
         for turn in order:
             if self.deadline.is_set:
                 self._compile_others(turn, num_tokens, stored)
