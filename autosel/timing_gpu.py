@@ -172,32 +172,31 @@ class GpuTimer:
         self._api.synchronize()
         if marked and self._has_event_nodes:
             return self._marked(call)
+        replay: Call = self._graph_of(call).replay
+        return replay
+
+    def _marked(self, call: Call) -> _Marked:
+        """A graph of flush and call with two events around the call, recorded at every run."""
+        start, end = (self._api.Event(enable_timing=True, external=True) for _ in range(2))
+
+        def between_events() -> None:
+            self._flush()
+            start.record()
+            call()
+            end.record()
+
+        return _Marked(self._graph_of(between_events), start, end)
+
+    def _graph_of(self, call: Call) -> Any:
+        """What ``call`` launches, captured and replayed once."""
         graph = self._api.CUDAGraph()
+        stream = _capture_stream(self._api, self._index)
         # Other threads (a watchdog, a progress bar) may use the device meanwhile.
         with self._api.graph(graph, stream=stream, capture_error_mode="thread_local"):
             call()
         graph.replay()
         self._api.synchronize()
-        replay: Call = graph.replay
-        return replay
-
-    def _marked(self, call: Call) -> _Marked:
-        start, end = self._event_pair()
-        graph = self._api.CUDAGraph()
-        stream = _capture_stream(self._api, self._index)
-        with self._api.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self._flush()
-            start.record()
-            call()
-            end.record()
-        graph.replay()
-        self._api.synchronize()
-        return _Marked(graph, start, end)
-
-    def _event_pair(self) -> tuple[Any, Any]:
-        """Two events that a graph records at every run."""
-        start, end = (self._api.Event(enable_timing=True, external=True) for _ in range(2))
-        return start, end
+        return graph
 
     @functools.cached_property
     def _has_event_nodes(self) -> bool:
