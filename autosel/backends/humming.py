@@ -19,12 +19,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from autosel import triton_offline, workspace
+from autosel import triton_offline
 from autosel.align import expert_ranks
 from autosel.backends import _humming_choices, _humming_offline, _package, _rules
 from autosel.backends._batches import fill
 from autosel.backends._humming_choices import DISTRIBUTION, Asked
-from autosel.backends._steps import activate_into, reduce_into, slot_rows
+from autosel.backends._steps import activate_into, buffers, reduce_into, slot_rows
 from autosel.backends._vllm_align import align
 from autosel.backends.marlin import Workspaces
 from autosel.core import Device, Params, Problem, QuantScheme, Routing, Support
@@ -225,15 +225,6 @@ def layer_config(problem: Problem, name: str, device: str) -> Any:
     )
 
 
-def _buffers(
-    packed: PackedExperts, x: torch.Tensor, rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    problem, inner = packed.problem, packed.problem.intermediate_size
-    widths = (problem.num_shards * inner, inner, x.shape[1])
-    h, a, y = (workspace.empty((rows, w), x.dtype, x.device) for w in widths)
-    return h, a, y
-
-
 def _forward(
     packed: PackedExperts, plan: GemmPlan, rows: torch.Tensor, out: torch.Tensor, **kwargs: Any
 ) -> None:
@@ -262,7 +253,7 @@ def _indexed(
     out: torch.Tensor,
 ) -> torch.Tensor:
     problem, ids = packed.problem, routing.topk_ids
-    h, a, y = _buffers(packed, x, ids.numel())
+    h, a, y = buffers(packed.problem, x, ids.numel())
     first, second = plans
     blocks = align(ids, problem.num_local_experts, first.block)
     inputs, per_row, order = x, problem.top_k, packed.tensors.get("w13_order")
@@ -306,7 +297,7 @@ def _grouped(
     target = torch.where(place >= 0, place, slots).flatten()
     permuted = torch.empty((slots + 1, x.shape[1]), dtype=x.dtype, device=x.device)
     permuted[target] = slot_rows(x, ids, packed.tensors.get("w13_order"))
-    h, a, y = _buffers(packed, x, slots)
+    h, a, y = buffers(packed.problem, x, slots)
     first, second = plans
     _forward(packed, first, permuted[:-1], h, expert_layout=offsets, valid_shape_m=share)
     activate_into(a, h, problem.activation)
@@ -326,7 +317,7 @@ def _masked(
     problem, ids = packed.problem, routing.topk_ids
     experts = problem.num_local_experts
     batch = fill(x, ids, experts, packed.tensors.get("w13_order"))
-    h, a, y = _buffers(packed, x, experts * batch.length)
+    h, a, y = buffers(packed.problem, x, experts * batch.length)
     first, second = plans
     _forward(packed, first, batch.inputs, h, expert_layout=batch.counts, valid_shape_m=share)
     activate_into(a, h, problem.activation)
