@@ -23,6 +23,7 @@ from functools import lru_cache
 from autosel import stats
 from autosel.core import Measurement
 from autosel.racing_bounds import PairedRatio, log_quantile
+from autosel.racing_pace import PACE
 
 #: What a preemption may cost: about one time slice of Linux's scheduler.
 SLICE_US = 4000.0
@@ -42,6 +43,8 @@ def spoiled(time_us: float, switches: float) -> bool:
 class Ranking:
     """The samples that rank a measurement, in order, with the sizes of their blocks.
 
+    Where the device's pace changed during the race, ``times_us`` are at that of its first rounds.
+
     ``left_out`` counts the preempted ones. Where all were, they all stand here and ``clean`` is
     False: the measurement then bounds the candidate's time from above and settles nothing.
     ``blocks`` is empty where it is not recorded.
@@ -57,12 +60,13 @@ def ranking(m: Measurement) -> Ranking:
     """The samples of ``m`` that rank it; ``blocks`` and ``switches`` come from its timing."""
     blocks = _blocks(m)
     keep = _kept(m)
+    times_us = _at_first_pace(m, blocks)
     if not any(keep):
         sizes = tuple(size for size in blocks if size)
-        return Ranking(m.times_us, sizes, len(m.times_us), False)
+        return Ranking(times_us, sizes, len(times_us), False)
     kept = (sum(keep[start:end]) for start, end in _spans(blocks))
     return Ranking(
-        tuple(itertools.compress(m.times_us, keep)),
+        tuple(itertools.compress(times_us, keep)),
         tuple(size for size in kept if size),
         keep.count(False),
         True,
@@ -127,6 +131,15 @@ def _kept(m: Measurement) -> list[bool]:
     return [not spoiled(time_us, count) for time_us, count in pairs]
 
 
+def _at_first_pace(m: Measurement, blocks: Sequence[int]) -> tuple[float, ...]:
+    """The samples divided by the pace of their round (:mod:`autosel.racing_pace`)."""
+    factors = _numbers(dict(m.timing).get(PACE), len(blocks))
+    if not factors or min(factors) <= 0:
+        return m.times_us
+    of_each = itertools.chain.from_iterable(map(itertools.repeat, factors, blocks))
+    return tuple(time_us / factor for time_us, factor in zip(m.times_us, of_each, strict=True))
+
+
 def _spans(blocks: Sequence[int]) -> list[tuple[int, int]]:
     return list(itertools.pairwise(itertools.accumulate(blocks, initial=0)))
 
@@ -138,11 +151,11 @@ def _blocks(m: Measurement) -> tuple[int, ...]:
     return sizes if len(sizes) == len(parts) and sum(sizes) == len(m.times_us) else ()
 
 
-def _numbers(text: object, samples: int) -> tuple[float, ...]:
+def _numbers(text: object, count: int) -> tuple[float, ...]:
     parts = text.split(",") if isinstance(text, str) else []
     try:
         numbers = tuple(map(float, parts))
     except ValueError:
         return ()
-    known = len(numbers) == samples and all(map(math.isfinite, numbers))
+    known = len(numbers) == count and all(map(math.isfinite, numbers))
     return numbers if known else ()

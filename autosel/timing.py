@@ -18,7 +18,7 @@ import gc
 import math
 import time
 import uuid
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -26,6 +26,8 @@ import numpy as np
 
 from autosel.core import Device, Scalar
 from autosel.racing import Race
+from autosel.racing_pace import pace
+from autosel.stats import MEDIAN
 from autosel.timing_track import EXTRA, LEAST_ROUNDS, Track, first_call_ms
 from autosel.timing_types import Call, Prepared, Sample, TimedSamples, Timer, TimingSettings
 
@@ -94,10 +96,17 @@ def time_candidates(
     facts: dict[str, Scalar] = {"race": uuid.uuid4().hex[:16], "cut": cut}
     if settings.wait_quiet_s:
         facts["waited_s"] = round(waited_s, 2)
+    found = _pace(tracks.values(), timer)
     return {
-        key: track.result(**facts, eliminated=key in race.eliminated)
+        key: track.result(found, **facts, eliminated=key in race.eliminated)
         for key, track in tracks.items()
     }
+
+
+def _pace(tracks: Collection[Track], timer: Timer) -> tuple[float, ...]:
+    """How the device's pace changed, where medians rank; low quantiles are of its best moments."""
+    rounds = max((track.rounds for track in tracks), default=0)
+    return pace([track.logs(rounds) for track in tracks]) if timer.quantile == MEDIAN else ()
 
 
 def _rounds(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 
 from autosel.core import Scalar
 from autosel.failures import CAUGHT
+from autosel.racing_bounds import log_quantile
+from autosel.racing_pace import PACE
 from autosel.timing_types import Call, Sample, TimedSamples, Timer, TimingSettings
 
 #: Rounds that everyone gets who is not eliminated before: the figure is reported and plotted, and
@@ -142,12 +145,28 @@ class Track:
         stood = self._longest_s > STOOD_STILL * self._shortest_s
         return self._longest_s - self._shortest_s if stood else 0.0
 
+    def logs(self, rounds: int) -> list[float]:
+        """Log of each round's figure, NaN where it took no undisturbed sample in that round."""
+        found, samples = [math.nan] * rounds, iter(self._samples)
+        for number, size in enumerate(self._blocks):
+            clean = [sample.us for sample in islice(samples, size) if not sample.disturbed]
+            if clean:
+                found[number] = log_quantile(clean, self._timer.quantile)
+        return found
+
+    @property
+    def rounds(self) -> int:
+        """Rounds until its last one."""
+        return len(self._blocks)
+
     def release(self) -> None:
         """No further samples: let go of the call, and of the graph and memory it may hold."""
         self._call = None
 
-    def result(self, **race: Scalar) -> TimedSamples:
+    def result(self, pace: Sequence[float] = (), **race: Scalar) -> TimedSamples:
         """What there is, with the facts of the ``race`` that all its candidates share."""
+        if pace:
+            race[PACE] = ",".join(f"{factor:.4f}" for factor in pace[: self.rounds])
         wall = max(self._spent_s, 1e-9)
         seen: dict[str, Scalar] = {
             **self._facts,

@@ -60,11 +60,15 @@ class Attempts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The rows of a search, how far it went, and how many settings it tried where time ended it."""
+    """The rows of a search, how far it went, and how many settings it tried where time ended it.
+
+    ``best_us`` is the shortest sample of a setting that is right; infinite where none is.
+    """
 
     rows: Rows
     searched: Searched
     cut_after: int | None = None
+    best_us: float = math.inf
 
 
 class Searcher:
@@ -122,7 +126,8 @@ class Searcher:
         good = [row for row in best if row.status == "ok"]
         self.best[backend.name] = [row.candidate.params_dict for row in good[:2]]
         rows = list({row.candidate: row for row in (*kept, *best)}.values())
-        return Outcome(rows, searched, cut)
+        best_us = min((tried[row.candidate][0] for row in good), default=math.inf)
+        return Outcome(rows, searched, cut, best_us)
 
     def started(self, backend: Backend, num_tokens: int) -> str:
         """Digest of the settings that the caller has a search of this backend start from."""

@@ -3,7 +3,9 @@
 Every backend's own setting comes first, so that little time still compares all of them; then the
 other settings, the backend first whose own setting was fastest. Whose own setting takes more than
 ``search_within`` times the fastest one's is not searched: it would have to gain more than searches
-do. Nor are those searched that may not be chosen.
+do. Nor are those searched that may not be chosen. A backend whose own setting is wrong has no time
+to be judged by; it is searched until a search finds nothing right within ``search_within`` (one
+such backend took 23 settings, a tenth of a second each, at every large token count).
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class Trials:
     defaults  the backends' own settings, as candidates
     untried   what there was no time for at this token count
     unsearched  backends whose own setting alone was tried at this token count: too slow
+    fruitless   backends with no usable own setting whose last search found nothing fast enough
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class Trials:
         self.defaults: set[Candidate] = set()
         self.untried: list[str] = []
         self.unsearched: list[str] = []
+        self.fruitless: set[str] = set()
+        self.leader_us = math.inf  # of the fastest own setting at this token count
         self.searches: dict[str, Searched] = {}  # of each backend, at this token count
         self.codes: dict[Candidate, str] = {}  # of each candidate that was attempted
         self.is_ready = False  # whether this token count has a candidate that was right
@@ -164,25 +169,28 @@ class Trials:
         owns = [r for name, found in rows.items() for r in found if r.candidate == turns[name].own]
         us = {row.candidate.backend: min(row.times_us) for row in owns if row.times_us}
         fresh = {row.candidate.backend for row in ready}
-        if wanted and len(ready) > 1:
+        if wanted and ready and len(fresh.union(wanted)) > 1:
             for row in self.time(ready, self.searcher.quick, num_tokens):
                 us[row.candidate.backend] = min(row.times_us, default=math.inf)
         leader = min(us, key=us.__getitem__, default="")
+        self.leader_us = us.get(leader, math.inf)
         within = self.settings.search_within
         barred = () if self.settings.allow_a8 else ("a8",)
         for name in wanted:
             turn, before = turns[name], turns[name].before
             backend = turn.backend
             new = [p for p in turn.others if not self._is_known(backend, p, num_tokens, stored)]
-            # Without a time of its own (illegal here, or it failed) only the others can tell.
-            if not us.get(name, math.inf) < math.inf or not (new or turn.searched):
+            if not (new or turn.searched):
                 continue
             # Judged by the same two settings before: a little noise must not undo that.
             is_far = name not in fresh and before.beside in us and within <= before.within
-            if not is_far and us[name] > within * us[leader]:
+            has_time = us.get(name, math.inf) < math.inf
+            # Without a time of its own (illegal here, or it failed) only the others can tell.
+            too_slow = us[name] > within * us[leader] if has_time else name in self.fruitless
+            if not is_far and too_slow:
                 self.searches[name] = replace(before, beside=leader, within=within)
                 is_far = True
-            if is_far or rows[name][0].accuracy in barred:
+            if is_far or (has_time and rows[name][0].accuracy in barred):
                 self.unsearched.append(name)
         left = [name for name in wanted if name not in self.unsearched]
         return sorted(left, key=lambda name: us.get(name, math.inf))
@@ -242,6 +250,9 @@ class Trials:
     ) -> Rows:
         if turn.searched is not None:
             found = self.searcher.run(turn.backend, turn.searched, own, num_tokens)
+            has_own = own is not None and own.status == "ok"
+            if not has_own and found.best_us > self.settings.search_within * self.leader_us:
+                self.fruitless.add(turn.backend.name)
             furthest = max(found.searched, turn.before, key=lambda search: search.trials)
             self.searches[turn.backend.name] = furthest
             if found.cut_after is not None:

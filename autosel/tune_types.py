@@ -162,7 +162,7 @@ class SweepResult:
     cuts: tuple[Cut, ...] = ()
     #: Correct candidates that only earlier sweeps tried and that competed, by token count.
     standing: tuple[tuple[int, tuple[Candidate, ...]], ...] = ()
-    #: Backends of which only the own setting was tried, being too slow, by token count.
+    #: Backends of which only the own setting was tried, by token count.
     unsearched: tuple[tuple[int, tuple[str, ...]], ...] = ()
     #: Stored rows that were timed in another way, each with how, by token count.
     aside: tuple[tuple[int, tuple[str, ...]], ...] = ()
@@ -187,7 +187,7 @@ class SweepResult:
             for name, at in sorted(counts.items())
         ]
         return (
-            f"own setting only, since too slow or not allowed to win: {', '.join(said)}"
+            f"own setting only, since too slow, wrong or not allowed to win: {', '.join(said)}"
             if said
             else ""
         )

@@ -69,7 +69,7 @@ def test_a_backend_far_behind_is_timed_with_its_own_setting_alone() -> None:
         "far_searched": 1,
     }
     assert result.unsearched == ((4, ("far", "far_searched")), (8, ("far", "far_searched")))
-    assert result.unsearched_text.endswith("too slow or not allowed to win: far, far_searched")
+    assert result.unsearched_text.endswith("or not allowed to win: far, far_searched")
     assert every.unsearched == ()
     assert [m.candidate.backend for m in every.measurements].count("far") == 3
     assert all(m.times_us for m in result.measurements if m.status == "ok")
@@ -102,6 +102,31 @@ def test_a_backend_whose_own_setting_fails_is_searched() -> None:
         result = run(clock, token_counts=(4,))
     assert result.unsearched == ()
     assert result.decision(4).winner.backend == "odd"
+
+
+def test_a_backend_whose_own_setting_is_wrong_is_searched_until_that_finds_nothing_fast() -> None:
+    clock = Clock()
+    called: dict[int, set[object]] = {}
+
+    def us(routing: Routing, params: Params) -> float:
+        called.setdefault(len(routing.topk_ids), set()).add(params["n"])
+        if params["n"] == 0:
+            raise RuntimeError("misaligned")
+        return 151.0
+
+    quick, slow = FakeBackend(clock, 100.0), FakeBackend(clock, us, space=LINE)
+    with registered(quick=quick, slow=slow), Store.open(":memory:") as store:
+        result = run(clock, store=store, token_counts=(5, 11, 23))
+        searched = {count: len(found) for count, found in called.items()}
+        called.clear()
+        again = run(clock, store=store, token_counts=(5, 11, 23))
+        assert not called, "a sweep that is done has nothing to try"
+        wider = run(clock, store=store, token_counts=(11,), search_within=2.0)
+    assert result.unsearched == again.unsearched == ((11, ("slow",)), (23, ("slow",)))
+    assert searched[5] > FINALISTS
+    assert searched[11] == searched[23] == 1
+    assert wider.unsearched == ()
+    assert len(called[11]) > FINALISTS
 
 
 def test_a_search_ends_when_settings_stop_getting_better() -> None:
