@@ -20,7 +20,7 @@ from autosel.compare import compare
 from autosel.core import CanonicalExperts, Device, Params, Problem, Routing, Status, Support
 from autosel.dispatch import apply, check_result
 from autosel.dtypes import torch_dtype
-from autosel.errors import RankError, UnsupportedError, field_error
+from autosel.errors import AutoselError, RankError, UnsupportedError, field_error
 from autosel.expert_map import local_ids
 from autosel.failures import CAUGHT, failed, is_out_of_memory
 from autosel.interfaces import Backend, Layout, PackedExperts
@@ -350,8 +350,12 @@ class LayerRuntime:
             if self._table.at(num_tokens).choice.candidate != entry.choice.candidate:
                 return  # another thread was first
             where = f"{entry.choice.candidate.backend} run with {num_tokens} tokens"
-            self._chooser.withdraw(entry.choice, *failed(cause, where))
-            self._table = self._build()
+            status, reason = failed(cause, where)
+            self._chooser.withdraw(entry.choice, status, reason)
+            try:
+                self._table = self._build()
+            except AutoselError as error:
+                raise AutoselError(f"{reason}; nothing took its place: {error}") from cause
 
 
 class _Once:

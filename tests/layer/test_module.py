@@ -554,6 +554,7 @@ def test_from_experts_cannot_pack_again(source, monkeypatch):
         failing = True
         with pytest.warns(UserWarning, match="withdrawn"), pytest.raises(AutoselError) as said:
             layer(*inputs(3))
+    assert "RuntimeError: no; nothing took its place: " in str(said.value)
     assert "weights to pack again: found none" in str(said.value)
 
 

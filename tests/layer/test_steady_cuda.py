@@ -181,16 +181,19 @@ def test_threads_with_a_stream_each(layer):
     calls = [(x, ids.long(), weights) for x, ids, weights in calls]
     expected = [layer(*call) for call in calls]
     torch.cuda.synchronize()
-    wrong: list[int] = []
+    wrong: list[tuple[int, float]] = []
+    # moe_wna16 adds up bfloat16 sums in any order: 1.0 % between two calls on one stream. Another
+    # call's numbers are off by more than all of them.
+    limit = 3e-2 if layer.choices[0].candidate.backend == "moe_wna16" else 1e-2
 
     def work(number):
         with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
             for step in range(25):
                 which = (number + step) % len(calls)
                 right = expected[which]
-                off = (layer(*calls[which]) - right).norm() / right.norm()
-                if not float(off) < 1e-2:
-                    wrong.append(which)
+                off = float((layer(*calls[which]) - right).norm() / right.norm())
+                if not off < limit:
+                    wrong.append((which, off))
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     for thread in threads:

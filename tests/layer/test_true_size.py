@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from autosel import FusedMoE, registry
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight, Routing
 from autosel.cpuinfo import available_memory
 from autosel.device import detect
+from autosel.errors import AutoselError
+from autosel.layer_choice import WithdrawnWarning
 from autosel.reference import moe
 from autosel.sources import RandomSource
 from autosel.store import Store
@@ -39,7 +42,13 @@ def layer_of(experts, name, kind, tmp_path):
     with Store.open(tmp_path / "layer.db") as store:
         winner = candidate(name, problem, device, 4096)
         store_times(store, problem, device, {4096: {winner: 10.0}})
-        layer = FusedMoE.from_experts(experts, device=kind, db=store)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", WithdrawnWarning)
+            layer = FusedMoE.from_experts(experts, device=kind, db=store)
+    withdrawn = [str(w.message) for w in said if issubclass(w.category, WithdrawnWarning)]
+    if withdrawn and name == "moe_wna16":  # its bfloat16 partial sums are too coarse for some sizes
+        pytest.skip(withdrawn[0])
+    assert not withdrawn
     assert [choice.candidate for choice in layer.choices] == [winner]
     return layer
 
@@ -70,6 +79,10 @@ def check_long(name, kind, tokens, tmp_path):
     # Every token in another order, so that a row in the wrong place is another row.
     order = torch.rand(tokens, 8, generator=generator, device=kind).argsort(1)
     weights = torch.rand(tokens, SLOTS, generator=generator, device=kind)
+    if name == "moe_wna16" and tokens * SLOTS * HIDDEN >= 2**31:
+        with pytest.warns(WithdrawnWarning), pytest.raises(AutoselError, match="slots x width"):
+            layer(x, order, weights)
+        return
     out = layer(x, order, weights)
     last = tokens - 1
     # First rows, those around 2**30 elements, and the last ones, where 2**31 is passed.
