@@ -28,6 +28,8 @@ MAX_PARAMS = 64
 MAX_US = 3.6e9
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+-]*")
+#: What parameters have as texts: a name, or several as "64,64+16,128".
+_NAMES = re.compile(f"{_NAME.pattern}(?:,{_NAME.pattern})*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -130,6 +132,15 @@ def name(value: Any, where: str, *, empty: bool = False) -> str:
     refuse(where, "value", shown(value), "a plain name")
 
 
+def names(value: Any, where: str) -> str:
+    """Nothing, a name as :func:`name` reads it, or several with commas between them."""
+    if isinstance(value, str):
+        is_plain = len(value) <= MAX_NAME and _NAMES.fullmatch(value) and ".." not in value
+        if not value or is_plain:
+            return value
+    refuse(where, "value", shown(value), "a plain name, or several with commas between them")
+
+
 def text(value: Any, where: str, *, most: int = MAX_TEXT) -> str:
     """One line for people."""
     if not isinstance(value, str):
@@ -178,7 +189,7 @@ def plain_number(value: int | float, where: str) -> int | float:
 
 
 def scalars(value: Any, where: str, *, most: int = MAX_PARAMS) -> dict[str, Scalar]:
-    """Names and scalars; texts among them are plain names, as parameters are."""
+    """Names and scalars; texts among them are plain names or lists of them, as parameters are."""
     if not isinstance(value, dict):
         refuse(where, "value", kind(value), "an object")
     if len(value) > most:
@@ -187,7 +198,7 @@ def scalars(value: Any, where: str, *, most: int = MAX_PARAMS) -> dict[str, Scal
     for key, item in value.items():
         name(key, f"{where} key")
         inner = f"{where}.{key}"
-        made[key] = name(item, inner, empty=True) if isinstance(item, str) else scalar(item, inner)
+        made[key] = names(item, inner) if isinstance(item, str) else scalar(item, inner)
     return made
 
 
