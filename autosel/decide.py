@@ -172,8 +172,11 @@ def decide(
     ranked = sorted(allowed, key=lambda e: (e.out is not None, e.us))
     tied, unsettled = _not_slower(ranked, epsilon, confidence)
     winner = min(tied, key=lambda e: canonical_order(e.measurement, defaults))
-    # Not the first of `ranked`: a fast one that its race put out comes before a slow noisy one.
-    runner_up = min((e for e in allowed if e is not winner), key=_us, default=None)
+    others = [e for e in allowed if e is not winner]
+    # What is decided is a backend; its settings differ by a per cent. Not the first of `ranked`: a
+    # fast one that its race put out comes before a slow noisy one.
+    elsewhere = [e for e in others if e.candidate.backend != winner.candidate.backend]
+    runner_up = min(elsewhere or others, key=_us, default=None)
     ratio = runner_up.over(winner) if runner_up else None
     words = {**dict.fromkeys(unsettled, UNSETTLED), **dict.fromkeys(tied, TIED)}
     slower = [
@@ -366,8 +369,10 @@ def _why(
     rivals = [e.candidate for e in tied if e.candidate != d.winner]
     noisy = [e.candidate for e in unsettled]
     if rivals:
-        named = "" if d.runner_up in rivals else f" with {_some(rivals)}"
-        text = f"{at}; tie of {len(tied)} within the noise{named}, next {versus}"
+        own = all(rival.backend == d.winner.backend for rival in rivals)
+        which = f"{len(tied)} of its settings" if own else str(len(tied))
+        named = "" if own or d.runner_up in rivals else f" with {_some(rivals)}"
+        text = f"{at}; tie of {which} within the noise{named}, next {versus}"
         text += "; canonical order decided"
     else:
         text = f"{at}, {'looks ' if d.runner_up in noisy else ''}faster than {versus}"

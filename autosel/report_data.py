@@ -22,7 +22,7 @@ from autosel.evidence import ratio as compared
 from autosel.plots.speedup import fastest, speedup_data
 from autosel.report_verdict import Verdict, verdict
 from autosel.safe_text import printable
-from autosel.words import problem_text, settled_text
+from autosel.words import is_settled, problem_text, settled_text
 
 #: The batch that the summary speaks of unless asked for another.
 BATCH = 16
@@ -107,7 +107,7 @@ def _overall(found: Sequence[Evidence], batch: int) -> str:
     ]
     missing = len(outcomes) - sum(chosen.values())
     parts += [f"nothing for {missing}"] if missing else []
-    unsettled = sum(isinstance(d, Decision) and d.tie for d in outcomes)
+    unsettled = sum(isinstance(d, Decision) and not is_settled(d) for d in outcomes)
     verb = "is" if unsettled == 1 else "are"
     rest = f"; {unsettled} of {len(outcomes)} {verb} not settled" if unsettled else ""
     return f"At {tokens_text(batch)}: {', '.join(parts)}{rest}."
@@ -146,8 +146,9 @@ def _decisions(found: Sequence[Evidence]) -> Table:
                 )
             )
     note = (
-        "One row for each range of token counts. Margin: how much longer the runner-up takes. "
-        "Settled: whether another run would choose the same; ties go to a fixed order. Speed-up: "
+        "One row for each range of token counts. Margin: how much longer the runner-up takes, the "
+        "fastest other backend. Settled: whether another run would choose the same backend; ties "
+        "go to a fixed order. Speed-up: "
         "over the backend that vLLM's fixed order takes, at its own fastest settings (? where the "
         "95 % interval includes 1)."
     )

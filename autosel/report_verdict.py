@@ -8,14 +8,12 @@ from typing import Any
 
 import pandas as pd
 
-from autosel import samples
 from autosel.cli.text import percent_text, time_text, tokens_text
 from autosel.core import Decision
 from autosel.evidence import Evidence
-from autosel.evidence import ratio as compared
-from autosel.plots.speedup import fastest, speedup_data
+from autosel.plots.speedup import speedup_data
 from autosel.safe_text import printable
-from autosel.words import device_text, open_rivals, settled_text
+from autosel.words import device_text, is_settled, open_rivals, settled_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ def verdict(one: Evidence, batch: int, place: str = "") -> Verdict:
         f"Use {outcome.winner.backend} at {tokens_text(batch)}: "
         f"{time_text(outcome.winner_us)} a call."
     )
-    why = [*_margin(one, outcome), *_priority(one, outcome), *_accuracy(outcome)]
+    why = [*_margin(outcome), *_priority(one, outcome), *_accuracy(outcome)]
     if outcome.winner.params:
         why.append(f"Its settings: {printable(outcome.winner.key)}.")
     bucket = outcome.bucket
@@ -59,10 +57,10 @@ def verdict(one: Evidence, batch: int, place: str = "") -> Verdict:
     changes = _elsewhere(one, outcome)
     if changes:
         why.append(changes)
-    return Verdict(one.label, where, printable(use), tuple(why), check, not outcome.tie)
+    return Verdict(one.label, where, printable(use), tuple(why), check, is_settled(outcome))
 
 
-def _margin(one: Evidence, d: Decision) -> list[str]:
+def _margin(d: Decision) -> list[str]:
     if d.runner_up is None or d.margin is None:
         return ["It is the only candidate that was right and allowed."]
     rival = d.runner_up.backend
@@ -72,48 +70,26 @@ def _margin(one: Evidence, d: Decision) -> list[str]:
     if d.margin_interval is not None:
         low, high = (percent_text(part) for part in d.margin_interval)
         span = f" (95 % interval {low.removesuffix(' %')} to {high})"
-    other = _next_backend(one, d) if d.runner_up.backend == d.winner.backend else []
     following = f"The next best, {printable(rival)}, takes {_longer(d.margin)}{span}."
-    if not d.tie:
-        return [following, *other]
+    if is_settled(d):
+        return [following]
     settled = settled_text(d).removeprefix("no: ")
     rivals = open_rivals(d)
     if rivals and d.runner_up not in rivals:  # somebody who looks slower than the next best
         names = ", ".join(rival.key for rival in rivals[:2])
         names += " and others" if len(rivals) > 2 else ""
         open_text = f"Not settled ({settled}): {printable(names)}; more samples may tell."
-        return [f"{following} {open_text}", *other]
+        return [f"{following} {open_text}"]
     return [
         f"Not settled ({settled}): {printable(rival)} measured {percent_text(d.margin)} longer"
         f"{span}. Where candidates tie, a fixed order decides, so that reruns agree; more samples "
         "may tell them apart.",
-        *other,
     ]
 
 
 def _longer(margin: float) -> str:
     """``27.0 % longer``, or ``5.4 times as long`` from twice on."""
     return f"{percent_text(margin)} longer" if margin < 1 else f"{1 + margin:.3g} times as long"
-
-
-def _next_backend(one: Evidence, d: Decision) -> list[str]:
-    """The best of the other backends that were allowed, in a sentence."""
-    there = one.at(d.bucket.measured)
-    winner = next((m for m in there if m.candidate == d.winner and m.status == "ok"), None)
-    allowed = {r.candidate for r in d.rejected if r.status == "ok" and r.time_us is not None}
-    names = {m.candidate.backend for m in there} - {d.winner.backend}
-    found = [m for name in names if (m := fastest(there, name)) is not None]
-    # A published table has no list of rejected candidates; all in it were right.
-    may = [m for m in found if one.figures or m.candidate in allowed]
-    found = [m for m in may if m.accuracy == "exact"]
-    if winner is None or not found:
-        return []
-    best = min(found, key=lambda m: samples.estimate(m).us)
-    ratio = compared(best, winner)
-    return [
-        f"The next best backend, {printable(best.candidate.backend)}, takes "
-        f"{_longer(ratio.margin)}."
-    ]
 
 
 def _priority(one: Evidence, d: Decision) -> list[str]:

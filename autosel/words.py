@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autosel.core import Candidate, Decision, Device, Problem, QuantScheme
+from autosel.core import Candidate, Decision, Device, Problem, QuantScheme, Rejected
 from autosel.decide import TIED, UNSETTLED
 
 
@@ -58,20 +58,33 @@ def versions_text(device: Device) -> str:
 
 
 def open_rivals(decision: Decision) -> list[Candidate]:
-    """Rivals of which the samples leave open whether they are as fast as the winner."""
-    return [
-        other.candidate for other in decision.rejected if other.reason.startswith((TIED, UNSETTLED))
-    ]
+    """Rivals of which the samples leave open whether they are as fast as the winner.
+
+    Other settings of the winner's backend only where there is nobody else.
+    """
+    found = [r.candidate for r in _open(decision)]
+    return [r for r in found if r.backend != decision.winner.backend] or found
 
 
 def settled_text(decision: Decision) -> str:
-    """Whether another run may choose otherwise: ``yes``, ``no: tie`` or ``no: 2 too noisy``.
+    """Whether another run may choose another backend: ``yes``, ``no: tie`` or ``no: 2 too noisy``.
 
     A tie is a rival as fast as the winner; too noisy are rivals that look clearly slower but whose
-    samples do not settle it.
+    samples do not settle it. ``yes (settings tie)``: only other settings of the same backend are.
     """
     if not decision.tie:
         return "yes"
-    noisy = sum(other.reason.startswith(UNSETTLED) for other in decision.rejected)
-    tied = any(other.reason.startswith(TIED) for other in decision.rejected)
-    return "no: tie" if tied or not noisy else f"no: {noisy} too noisy"
+    rivals = [r for r in _open(decision) if r.candidate.backend != decision.winner.backend]
+    if not rivals and _open(decision):
+        return "yes (settings tie)"
+    noisy = sum(r.reason.startswith(UNSETTLED) for r in rivals)
+    return f"no: {noisy} too noisy" if rivals and noisy == len(rivals) else "no: tie"
+
+
+def is_settled(decision: Decision) -> bool:
+    """Whether the samples leave no doubt about the backend."""
+    return settled_text(decision).startswith("yes")
+
+
+def _open(decision: Decision) -> list[Rejected]:
+    return [r for r in decision.rejected if r.reason.startswith((TIED, UNSETTLED))]

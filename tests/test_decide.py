@@ -564,6 +564,19 @@ def test_the_runner_up_is_always_the_fastest_of_the_others_that_may_be_chosen(da
     assert found.runner_up_us == (best.time_us if best else None)
 
 
+def test_the_runner_up_is_another_backend_where_there_is_one():
+    """Which backend is the question; other settings of the best one are a per cent away."""
+    ours = [measured("ours", 100.0 + n / 10, params={"n": n}) for n in range(3)]
+    found = decide([*ours, measured("theirs", 140.0), measured("last", 150.0)])
+    assert (found.winner.backend, found.runner_up.backend) == ("ours", "theirs")
+    assert found.runner_up_us == pytest.approx(140)
+    assert found.margin == pytest.approx(0.4, abs=0.01)
+    assert "tie of 3 of its settings within the noise, next theirs" in found.why
+    alone = decide(ours)
+    assert alone.runner_up.backend == "ours" != alone.winner.key
+    assert alone.runner_up != alone.winner
+
+
 def test_a_reason_names_two_of_many_rivals_that_are_open():
     given_ = [measured(f"n{i}", (300.0 + i,)) for i in range(4)]
     found = decide([measured("a", 100.0), measured("b", 200.0), *given_])

@@ -15,7 +15,7 @@ from autosel.cli.report import note
 from autosel.cli.text import one_line, time_text, tokens_text
 from autosel.core import Candidate, Decision, Device, Measurement, Problem
 from autosel.tune_types import Observer
-from autosel.words import settled_text
+from autosel.words import is_settled, settled_text
 
 #: What a step's short name means to people.
 _DOING = {
@@ -127,8 +127,8 @@ class SweepProgress(Observer):
 
     def decided(self, decision: Decision) -> None:
         took = time_text(decision.winner_us)
-        settled = settled_text(decision).removeprefix("no: ")
-        tie = f" ({settled})" if decision.tie else ""
+        settled = settled_text(decision)
+        tie = "" if is_settled(decision) else f" ({settled.removeprefix('no: ')})"
         self._say(f"{tokens_text(decision.bucket.label)}: {decision.winner.key} {took}{tie}")
         if self._live is not None:
             for task in self._live.task_ids:

@@ -132,7 +132,8 @@ class Rejected:
 class Decision:
     """The answer for one token bucket.
 
-    ``runner_up`` is the fastest other candidate that may be chosen, by the figure that ranks.
+    ``runner_up`` is the fastest candidate of another backend that may be chosen, by the figure
+    that ranks; where there is none, the fastest other setting of the same.
     ``margin`` is how much longer it takes, as a ratio minus one: the median over the
     rounds in which both were timed, else ``runner_up_us / winner_us - 1``; ``margin_interval`` is
     its 95 % confidence interval; ``tie`` says that some rival could not be told apart from the

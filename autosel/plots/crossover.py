@@ -27,6 +27,7 @@ from autosel.plots._common import (
     width_inches,
 )
 from autosel.plots.latency import latency_data
+from autosel.words import is_settled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +45,7 @@ def crossover_data(found: Sequence[Evidence]) -> pd.DataFrame:
 
     low, high    tokens the run is chosen for; ``high`` is missing for the open last one
     first, last  measured token counts at its ends; ``counts`` are all of them
-    settled      whether every one of its decisions is (no tie, nothing too noisy)
+    settled      whether for every one of its decisions no other backend is tied or too noisy
     crossing     tokens at which it overtakes the run before, by straight lines on log-log axes
                  between the measured counts; missing for the first run, and where the two times
                  do not cross between them (a tie that the canonical order decided)
@@ -62,7 +63,8 @@ def _runs(one: Evidence) -> list[dict[str, Any]]:
     for outcome in one.outcomes:
         name, settled = NOTHING, True
         if isinstance(outcome, Decision):
-            name, settled = series_name(outcome.winner.backend, outcome.accuracy), not outcome.tie
+            name = series_name(outcome.winner.backend, outcome.accuracy)
+            settled = is_settled(outcome)
         bucket = outcome.bucket
         if runs and runs[-1]["series"] == name:
             runs[-1] |= {"high": bucket.high, "last": bucket.measured}
@@ -160,7 +162,8 @@ def _draw_run(axes: Axes, row: Any, end: float, y: int, look: Style) -> None:
     text = row["series"] + ("" if row["settled"] else " ?")
     lines = [shortened(text, room, 8)] if room > 0.45 else []
     if not pd.isna(row["crossing"]) and room > 0.5:
-        lines.append(f"from {row['crossing']:.3g}")
+        tokens = row["crossing"]
+        lines.append(f"from {tokens:.0f}" if tokens >= 100 else f"from {tokens:.3g}")
     middle = math.sqrt(start * end)
     if lines:
         axes.text(
@@ -181,7 +184,7 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
     footer = [
         f"Chosen by the {figure_words(found[0])}. A border with a number is where the two lines "
         "cross between measured token counts; others lie halfway. "
-        + ("" if found[0].figures else "?: a tie or too noisy somewhere in the run.")
+        + ("" if found[0].figures else "?: tied with another backend or too noisy somewhere.")
     ]
     words = caption(found, options, "What is chosen where", f"{found[0].routing} routing", footer)
     return plot_crossover(table, words, options.size)

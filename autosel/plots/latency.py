@@ -226,7 +226,7 @@ def _draw_strip(axes: Axes, winners: pd.DataFrame, style: dict[str, Style]) -> N
         axes.axvspan(start, end, facecolor=look.colour, alpha=0.2, edgecolor="none")
         axes.axvline(start, color="white", linewidth=1.2)
         text = "" if pd.isna(row["margin"]) else f"{row['margin']:.0%}"
-        if row["settled"] != "yes":
+        if not row["settled"].startswith("yes"):
             text = "tie" if row["settled"] == "no: tie" else f"{text}?"
         if inches * np.log(end / start) / np.log(right / left) > 0.27:
             axes.text((start * end) ** 0.5, 0.25, text, ha="center", va="center", fontsize=6.5)
@@ -295,7 +295,7 @@ def _footer(one: Evidence, table: pd.DataFrame) -> list[str]:
             f"samples without preemption, {cache} caches; bars: to the 75% quantile; dash: median."
         )
     lines = [
-        f"{shown} Ahead by: how much longer the runner-up takes; "
+        f"{shown} Ahead by: how much longer the fastest other backend takes; "
         "tie or ?: not settled by the samples."
     ]
     if any(m.accuracy == "a8" for m in one.correct):

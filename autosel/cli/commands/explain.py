@@ -239,7 +239,7 @@ def margin_text(decision: Decision) -> str:
 
     Where it is another rival than the runner-up that is too noisy, that comes last.
     """
-    from autosel.words import open_rivals, settled_text
+    from autosel.words import is_settled, open_rivals, settled_text
 
     if decision.margin is None:
         return "-"
@@ -247,7 +247,7 @@ def margin_text(decision: Decision) -> str:
     if decision.margin_interval is not None:
         low, high = decision.margin_interval
         text += f" (95 % interval {percent_text(low).removesuffix(' %')} to {percent_text(high)})"
-    if not decision.tie:
+    if is_settled(decision):
         return text
     settled = settled_text(decision).removeprefix("no: ")
     rivals = open_rivals(decision)
