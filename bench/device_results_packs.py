@@ -32,7 +32,7 @@ F = TypeVar("F", ErrorFigures | None, Summary | None)
 #: What is kept of how samples were taken: what compares them, and what a reader must know.
 #: Clocks and temperatures of each sample are in ``samples.csv.xz``.
 KEPT = frozenset(
-    {*MODE_NAMES, "race", "blocks", "switches", "cut", "limited", "eliminated", "wall_s",
+    {*MODE_NAMES, "race", "blocks", "pace", "switches", "cut", "limited", "eliminated", "wall_s",
      "pressure_share", "steal_share", "captured", "repeats"}
 )  # fmt: skip
 #: Decimals of a microsecond, and significant digits of figures.

@@ -13,12 +13,13 @@ from autosel.core import Candidate, Decision
 from autosel.evidence import Evidence
 from autosel.packs.build import line
 from autosel.plots.speedup import speedup_data
+from autosel.racing_pace import PACE
 
 #: One figure a sample each, where the device tells.
 OBSERVED = ("switches", "sm_mhz", "memory_mhz", "celsius", "watts", "throttle")
 SAMPLE_COLUMNS = (
     "model", "tokens", "routing", "cache", "backend", "params", "layout", "accuracy", "status",
-    "reason", "estimate_us", "samples_us", "race", "blocks", *OBSERVED, "rel_rms", "weight_bytes",
+    "reason", "estimate_us", "samples_us", "race", "blocks", "pace", *OBSERVED, "rel_rms", "weight_bytes",
     "pack_ms", "first_call_ms", "verify_ms",
 )  # fmt: skip
 DECISION_COLUMNS = (
@@ -55,6 +56,7 @@ def _sample_rows(one: Evidence) -> Iterator[dict[str, Any]]:
             "samples_us": records.to_json(list(m.times_us)) if m.times_us else "",
             "race": timing.get("race"),
             "blocks": timing.get("blocks"),
+            PACE: timing.get(PACE),
             **{name: timing.get(name) for name in OBSERVED},
             "rel_rms": _figures(m.errors.rel_rms) if m.errors else "",
             "weight_bytes": m.weight_bytes,

@@ -7,6 +7,7 @@ made here, so that it follows the data. ``--check`` writes nothing and fails whe
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import math
 import re
@@ -14,12 +15,16 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from autosel import evidence_files
 from autosel.plots.crossover import crossing_tokens
+from autosel.samples import estimate
 from bench.results_data import RESULTS, ROOT, rows
 
 PAGE = ROOT / "docs" / "findings.md"
 H200 = RESULTS / "nvidia-h200" / "kernels.csv"
 EPYC = RESULTS / "amd-epyc-2-cores" / "cpu.csv"
+SWEEPS = RESULTS / "nvidia-h200" / "decisions.csv"
+OURS = "wna16_tiled"
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Times = dict[tuple[str, int], dict[str, float]]
@@ -31,6 +36,63 @@ def h200_times() -> Times:
     for row in rows(H200):
         found.setdefault((row["model"], int(row["tokens"])), {})[row["system"]] = float(row["us"])
     return found
+
+
+def sweeps() -> dict[str, dict[int, dict[str, str]]]:
+    """What the H200's sweeps decided: rows of its table by layer, with its routing, and tokens."""
+    found: dict[str, dict[int, dict[str, str]]] = {}
+    for row in rows(SWEEPS):
+        routing = "" if row["routing"] == "uniform" else f", {row['routing']}"
+        found.setdefault(row["model"] + routing, {})[int(row["tokens"])] = row
+    return found
+
+
+def h200_sweeps() -> str:
+    """How much longer what vLLM's order takes needs than what is chosen, layers by tokens."""
+    found = sweeps()
+    counts = sorted({count for cells in found.values() for count in cells})
+    lines = []
+    for layer, cells in found.items():
+        names = {count: cells[count]["winner"] for count in cells}
+        usual = max(set(names.values()), key=[*names.values()].count)
+        shown = [_cell(cells.get(count), usual) for count in counts]
+        lines.append((layer, f"`{usual}`", *shown))
+    return table(("layer", "mostly chosen", *(f"{count:,}" for count in counts)), lines)
+
+
+def _cell(row: dict[str, str] | None, usual: str) -> str:
+    if row is None or not row["speedup"]:
+        return ""
+    other = "" if row["winner"] == usual else f" (`{row['winner']}`)"
+    return f"{_x(float(row['speedup']))}{other}"
+
+
+@functools.cache
+def h200_rivals() -> dict[tuple[str, int], tuple[str, float]]:
+    """By layer and tokens: the best other backend with 16-bit activations, its time over ours."""
+    found = {}
+    for path in sorted((RESULTS / "nvidia-h200" / "packs").glob("*.json")):
+        for one in evidence_files.read(path):
+            for count in one.token_counts:
+                best: dict[str, float] = {}
+                for m in one.at(count):
+                    if m.status == "ok" and m.times_us and m.accuracy == "exact":
+                        us, name = estimate(m).us, m.candidate.backend
+                        best[name] = min(us, best.get(name, us))
+                ours = best.pop(OURS)
+                other = min(best, key=lambda name: best[name])
+                found[one.label.split(": ")[-1], count] = other, best[other] / ours
+    return found
+
+
+def h200_losses() -> str:
+    """Where another backend is ahead of ours, or less than 2 % behind."""
+    lines = [
+        (layer, f"{count:,}", f"`{name}`", _x(ratio))
+        for (layer, count), (name, ratio) in h200_rivals().items()
+        if ratio < 1.02
+    ]
+    return table(("layer", "tokens", "best other exact backend", "its time over ours"), lines)
 
 
 def epyc_times() -> tuple[Times, dict[str, str]]:
@@ -100,6 +162,11 @@ def summary() -> str:
         _mean("H200", "best of Marlin and Humming over ours",
               [t / us["autosel"] for us, t in zip(h200, peers, strict=True)]),
         _mean("H200", "our built-in settings over our swept ones", swept),
+        _mean("H200, sweeps", "vLLM's choice over what is chosen",
+              [float(row["speedup"]) for cells in sweeps().values() for row in cells.values()
+               if row["speedup"]]),
+        _mean("H200, sweeps", "best other exact backend over ours",
+              [ratio for _, ratio in h200_rivals().values()]),
         _mean("EPYC", "best other exact backend over ours",
               [t / us["cpu_native"] for us, t in zip(epyc, others, strict=True)]),
         _mean("EPYC", "`zen_cpu` (a8) over ours, 1 and 4 tokens",
@@ -175,6 +242,8 @@ def _crossings(
 
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
+    "h200-sweeps": h200_sweeps,
+    "h200-losses": h200_losses,
     "h200-order": h200_order,
     "h200-roofline": h200_roofline,
     "epyc-order": epyc_order,
