@@ -82,7 +82,7 @@ def percent_text(fraction: float | None) -> str:
     """``12.3 %``, at least three significant digits from 10 % up; ``-`` for none."""
     if fraction is None or not math.isfinite(fraction):
         return "-"
-    percent = fraction * 100
+    percent = fraction * 100 if abs(fraction) >= 5e-4 else 0.0  # no -0.0
     return f"{percent:.1f} %" if abs(percent) < 1000 else f"{float(f'{percent:.2e}'):.0f} %"
 
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from autosel.identity import Difference, Entry
 
 
+#: Differences that a row names.
+NAMED = 2
+
+
 @click.command(cls=Command)
 @device_option
 @db_option
@@ -66,10 +70,17 @@ def command(device: str | None, db: str | None) -> Report:
 
 def _usable(hardware: tuple[Difference, ...], versions: tuple[Difference, ...]) -> str:
     if hardware:
-        return "no, another device: " + "; ".join(map(str, hardware))
+        return f"no, another device: {_some(hardware)}"
     if versions:
-        return "no, stale: " + "; ".join(map(str, versions))
+        return f"no, stale: {_some(versions)}"
     return "yes"
+
+
+def _some(differences: tuple[Difference, ...]) -> str:
+    """The first ones: another kind of device differs in everything."""
+    more = len(differences) - NAMED
+    text = "; ".join(map(str, differences[:NAMED]))
+    return f"{text}; {more} more (--json)" if more > 0 else text
 
 
 def _entry(entry: Entry) -> dict[str, object]:
