@@ -19,8 +19,8 @@ from autosel.racing_pace import PACE
 OBSERVED = ("switches", "sm_mhz", "memory_mhz", "celsius", "watts", "throttle")
 SAMPLE_COLUMNS = (
     "model", "tokens", "routing", "cache", "backend", "params", "layout", "accuracy", "status",
-    "reason", "estimate_us", "samples_us", "race", "blocks", "pace", *OBSERVED, "rel_rms", "weight_bytes",
-    "pack_ms", "first_call_ms", "verify_ms",
+    "reason", "estimate_us", "samples_us", "race", "blocks", "pace", *OBSERVED, "rel_rms",
+    "weight_bytes", "pack_ms", "first_call_ms", "verify_ms",
 )  # fmt: skip
 DECISION_COLUMNS = (
     "model", "tokens", "low", "high", "routing", "cache", "winner", "winner_params", "accuracy",
