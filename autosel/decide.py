@@ -172,11 +172,11 @@ def decide(
     ranked = sorted(allowed, key=lambda e: (e.out is not None, e.us))
     tied, unsettled = _not_slower(ranked, epsilon, confidence)
     winner = min(tied, key=lambda e: canonical_order(e.measurement, defaults))
-    others = [e for e in allowed if e is not winner]
-    # What is decided is a backend; its settings differ by a per cent. Not the first of `ranked`: a
-    # fast one that its race put out comes before a slow noisy one.
-    elsewhere = [e for e in others if e.candidate.backend != winner.candidate.backend]
-    runner_up = min(elsewhere or others, key=_us, default=None)
+    # Another backend first: settings differ by a per cent. Then by time and not as in `ranked`,
+    # where a fast one that its race put out comes after a slow noisy one.
+    others = (e for e in allowed if e is not winner)
+    mine = winner.candidate.backend
+    runner_up = min(others, key=lambda e: (e.candidate.backend == mine, e.us), default=None)
     ratio = runner_up.over(winner) if runner_up else None
     words = {**dict.fromkeys(unsettled, UNSETTLED), **dict.fromkeys(tied, TIED)}
     slower = [
@@ -369,7 +369,7 @@ def _why(
     rivals = [e.candidate for e in tied if e.candidate != d.winner]
     noisy = [e.candidate for e in unsettled]
     if rivals:
-        own = all(rival.backend == d.winner.backend for rival in rivals)
+        own = {rival.backend for rival in rivals} == {d.winner.backend}
         which = f"{len(tied)} of its settings" if own else str(len(tied))
         named = "" if own or d.runner_up in rivals else f" with {_some(rivals)}"
         text = f"{at}; tie of {which} within the noise{named}, next {versus}"

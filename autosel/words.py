@@ -74,8 +74,9 @@ def settled_text(decision: Decision) -> str:
     """
     if not decision.tie:
         return "yes"
-    rivals = [r for r in _open(decision) if r.candidate.backend != decision.winner.backend]
-    if not rivals and _open(decision):
+    found = _open(decision)
+    rivals = [r for r in found if r.candidate.backend != decision.winner.backend]
+    if found and not rivals:
         return "yes (settings tie)"
     noisy = sum(r.reason.startswith(UNSETTLED) for r in rivals)
     return f"no: {noisy} too noisy" if rivals and noisy == len(rivals) else "no: tie"

@@ -14,10 +14,11 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from statistics import mode
 
 from autosel import evidence_files
 from autosel.plots.crossover import crossing_tokens
-from autosel.samples import estimate
+from autosel.plots.latency import latency_data
 from bench.results_data import RESULTS, ROOT, rows
 
 PAGE = ROOT / "docs" / "findings.md"
@@ -53,8 +54,7 @@ def h200_sweeps() -> str:
     counts = sorted({count for cells in found.values() for count in cells})
     lines = []
     for layer, cells in found.items():
-        names = {count: cells[count]["winner"] for count in cells}
-        usual = max(set(names.values()), key=[*names.values()].count)
+        usual = mode(row["winner"] for row in cells.values())
         shown = [_cell(cells.get(count), usual) for count in counts]
         lines.append((layer, f"`{usual}`", *shown))
     return table(("layer", "mostly chosen", *(f"{count:,}" for count in counts)), lines)
@@ -73,12 +73,9 @@ def h200_rivals() -> dict[tuple[str, int], tuple[str, float]]:
     found = {}
     for path in sorted((RESULTS / "nvidia-h200" / "packs").glob("*.json")):
         for one in evidence_files.read(path):
-            for count in one.token_counts:
-                best: dict[str, float] = {}
-                for m in one.at(count):
-                    if m.status == "ok" and m.times_us and m.accuracy == "exact":
-                        us, name = estimate(m).us, m.candidate.backend
-                        best[name] = min(us, best.get(name, us))
+            table = latency_data(one.measurements)
+            for count, rows_ in table[table["accuracy"] == "exact"].groupby("num_tokens"):
+                best = dict(zip(rows_["backend"], rows_["rank_us"], strict=True))
                 ours = best.pop(OURS)
                 other = min(best, key=lambda name: best[name])
                 found[one.label.split(": ")[-1], count] = other, best[other] / ours

@@ -28,8 +28,6 @@ MAX_PARAMS = 64
 MAX_US = 3.6e9
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:+-]*")
-#: What parameters have as texts: a name, or several as "64,64+16,128".
-_NAMES = re.compile(f"{_NAME.pattern}(?:,{_NAME.pattern})*")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
@@ -132,13 +130,13 @@ def name(value: Any, where: str, *, empty: bool = False) -> str:
     refuse(where, "value", shown(value), "a plain name")
 
 
-def names(value: Any, where: str) -> str:
-    """Nothing, a name as :func:`name` reads it, or several with commas between them."""
-    if isinstance(value, str):
-        is_plain = len(value) <= MAX_NAME and _NAMES.fullmatch(value) and ".." not in value
-        if not value or is_plain:
-            return value
-    refuse(where, "value", shown(value), "a plain name, or several with commas between them")
+def names(value: str, where: str) -> str:
+    """Nothing, or names with commas between them, as the parameter ``64,64+16,128``."""
+    if len(value) > MAX_NAME:
+        refuse(where, "value", shown(value), f"plain names of {MAX_NAME} characters together")
+    for part in value.split(",") if value else ():
+        name(part, where)
+    return value
 
 
 def text(value: Any, where: str, *, most: int = MAX_TEXT) -> str:
