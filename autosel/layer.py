@@ -309,6 +309,11 @@ class FusedMoE(PackedModule):
         return tuple(entry.choice for entry in self._runtime.entries)
 
     @property
+    def operator_name(self) -> str:
+        """The name by which compiled graphs know this layer (:mod:`autosel.layer_op`)."""
+        return self._op_name
+
+    @property
     def resident(self) -> dict[str, int]:
         """Bytes of each packed copy of the weights, by the layout's key."""
         return {entry.packed.layout: entry.packed.nbytes for entry in self._runtime.entries}

@@ -137,7 +137,7 @@ class AWQ(Format):
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:
     """int32 ``[R, N/8]`` to uint8 ``[R, N]`` in the natural order of outputs."""
-    codes = torch.empty(*words.shape, 8, dtype=torch.uint8)
+    codes = torch.empty(*words.shape, 8, dtype=torch.uint8, device=words.device)
     for output, nibble in enumerate(NIBBLE):
         codes[..., output] = ((words >> (4 * nibble)) & 15).to(torch.uint8)
     return codes.reshape(words.shape[0], words.shape[1] * 8)
