@@ -171,7 +171,15 @@ def _require_decided(problem: Problem, device: Device, folder: Path, options: Op
         if asked.unproven and not _several_ranks():
             return  # a pack that is checked while the layer is made
         why = explain(tiers, problem, device, gap.low, routing=routing, require=options.require).why
-    raise AutoselError(f"no decision for {gap.label} tokens of {problem.key}: {why}")
+    raise AutoselError(f"no decision for {gap.label} tokens of {problem.key}: {_short(why)}")
+
+
+def _short(why: str, limit: int = 400) -> str:
+    """The nearest stored entry may differ in thirty fields; a log line names the first ones."""
+    if len(why) <= limit:
+        return why
+    end = why.rfind("; ", 0, limit)
+    return why[: end if end > 0 else limit] + "; and more (autosel explain shows all)"
 
 
 def _several_ranks() -> bool:
