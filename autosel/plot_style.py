@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import itertools
 import os
 import textwrap
 import warnings
@@ -41,6 +42,19 @@ _LINES: tuple[Any, ...] = (
     (0, (2, 2)),
 )
 _HATCHES = ("", "///", "...", "\\\\\\", "xx", "---", "oo", "|||", "++", "//", "**")
+#: Backends keep their looks from figure to figure. Those of one line never run on one device.
+_PLACES: tuple[tuple[str, ...], ...] = (
+    ("wna16_tiled", "cpu_native"),
+    ("humming", "zen_cpu"),
+    ("marlin", "cpu"),
+    ("marlin_int8", "torch_int4"),
+    ("triton", "cpu_dense"),
+    ("emulation",),
+    ("moe_wna16", "torch_int8"),
+    ("batched_humming",),
+    ("batched_marlin",),
+    ("flashinfer_trtllm", "rdna3", "xpu"),
+)
 _RC = {
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans"],
@@ -88,7 +102,23 @@ class Caption:
 
 
 def styles(names: Iterable[str]) -> dict[str, Style]:
-    """A style for each name, the same for the same set of names whatever their order."""
+    """A style for each name, the same for the same set of names whatever their order.
+
+    A backend has its own in every figure, with or without " (a8)" behind its name; other names,
+    and those after the first of a line of the table, take what is free.
+    """
+    wanted = sorted(set(names))
+    taken: dict[str, int] = {}
+    for place, backends in enumerate(_PLACES):
+        for backend in backends:
+            first = next((name for name in wanted if name.split(" ")[0] == backend), None)
+            if first is not None:
+                taken[first] = place
+                break
+    free = (i for i in itertools.count() if i not in taken.values())
+    for name in wanted:
+        if name not in taken:
+            taken[name] = next(free)
     return {
         name: Style(
             _COLOURS[i % len(_COLOURS)],
@@ -96,7 +126,7 @@ def styles(names: Iterable[str]) -> dict[str, Style]:
             _LINES[i % len(_LINES)],
             _HATCHES[i % len(_HATCHES)],
         )
-        for i, name in enumerate(sorted(set(names)))
+        for name, i in taken.items()
     }
 
 

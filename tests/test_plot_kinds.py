@@ -306,6 +306,29 @@ def test_nothing_measured_is_one_line_and_no_file(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("size", [None, (9.0, 4.0), (6.0, 12.0)])
+def test_words_of_many_layers_do_not_run_into_those_of_the_next(size):
+    many = [grown(f"layer {n}", ("marlin", "humming", "emulation")) for n in range(20)]
+    options = plots.Options() if size is None else plots.Options(size=size)
+    figure = plots.kind("crossover").figure(many, options)
+    figure.canvas.draw()
+    words = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(words) == 40
+    for one, two in itertools.combinations(words, 2):
+        # The small gap between lines of text may be shared, letters may not.
+        shared = min(one.y1, two.y1) - max(one.y0, two.y0)
+        beside = min(one.x1, two.x1) <= max(one.x0, two.x0)
+        assert beside or shared < 0.25 * one.height, (one, two)
+
+
+def test_every_routing_that_was_timed_is_named():
+    found = [grown("a"), replace(grown("b"), routing="zipf")]
+    for name in ("crossover", "speedup"):
+        figure = plots.kind(name).figure(found, plots.Options())
+        said = " ".join(t.get_text() for t in figure.findobj(matplotlib.text.Text))
+        assert "uniform and zipf routing" in said, name
+
+
 @pytest.mark.parametrize("name", ["latency", "speedup", "crossover", "bytes", "noise"])
 @pytest.mark.parametrize("suffix", ["png", "svg", "csv"])
 def test_every_kind_reaches_a_file(name, suffix, tmp_path):

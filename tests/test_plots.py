@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from autosel import registry
 from autosel.core import (
     Candidate,
     Decision,
@@ -214,6 +215,19 @@ def test_series_differ_without_colour():
     assert len({look.marker for look in looks.values()}) == len(names)
     assert len({(str(look.line), look.colour) for look in looks.values()}) == len(names)
     assert styles(reversed(names)) == looks
+
+
+def test_a_backend_looks_the_same_in_every_figure():
+    first = styles(["wna16_tiled", "humming", "marlin"])
+    second = styles(["moe_wna16", "emulation", "marlin", "wna16_tiled", "anyones", "cpu_native"])
+    assert first["wna16_tiled"] == second["wna16_tiled"]
+    assert first["marlin"] == second["marlin"]
+    assert styles(["marlin (a8)"])["marlin (a8)"] == first["marlin"]
+    assert len(set(second.values())) == 6  # also a stranger, and one that shares a place
+    known = styles(registry.names())
+    assert len(set(known.values())) == len(known)
+    ours = {"wna16_tiled", "humming", "marlin", "marlin_int8", "triton", "emulation", "moe_wna16"}
+    assert len({known[name].colour for name in ours}) == len(ours)
 
 
 def test_words_wrap_to_the_width():

@@ -120,6 +120,13 @@ def caption(
     )
 
 
+def routings(found: Iterable[Evidence]) -> str:
+    """The routings that were timed, in words: ``uniform and zipf routing``."""
+    names = list(dict.fromkeys(sorted(one.routing for one in found)))
+    several = f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else names[0]
+    return f"{several} routing"
+
+
 def day(when: str) -> str:
     """The date of an ISO 8601 time; words where it is not known."""
     try:
@@ -179,6 +186,11 @@ def time_label(microseconds: float) -> str:
         if microseconds >= factor:
             return f"{microseconds / factor:g} {unit}"
     return f"{microseconds * 1e3:g} ns"
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits without an exponent: ``3,810`` and ``0.75``."""
+    return f"{float(f'{value:.3g}'):,g}" if value < 1000 else f"{float(f'{value:.3g}'):,.0f}"
 
 
 def short_time(microseconds: float) -> str:

@@ -19,7 +19,9 @@ from autosel.plots._common import (
     caption,
     figure_words,
     fitted,
+    height_inches,
     need,
+    routings,
     series_name,
     shortened,
     text_inches,
@@ -38,6 +40,8 @@ CROSSOVER_COLUMNS = (
 )  # fmt: skip
 
 NOTHING = "nothing usable"
+#: Inches of a row; two lines of text need the upper, one the lower.
+TWO_LINES, ONE_LINE = 0.42, 0.26
 
 
 def crossover_data(found: Sequence[Evidence]) -> pd.DataFrame:
@@ -134,7 +138,8 @@ def plot_crossover(
         told: Any = table.to_dict("records")
         for row, after in zip_longest(told, told[1:]):
             end = _start(after) if after and after["layer"] == row["layer"] else math.inf
-            _draw_run(axes, row, end, layers.index(row["layer"]), style[row["series"]])
+            y = layers.index(row["layer"])
+            _draw_run(axes, row, end, y, len(layers), style[row["series"]])
     return frame.figure
 
 
@@ -143,7 +148,7 @@ def _start(row: Any) -> float:
     return float(row["low"] if pd.isna(row["crossing"]) else row["crossing"])
 
 
-def _draw_run(axes: Axes, row: Any, end: float, y: int, look: Style) -> None:
+def _draw_run(axes: Axes, row: Any, end: float, y: int, rows: int, look: Style) -> None:
     from matplotlib.patches import Rectangle
 
     left, right = axes.get_xlim()
@@ -163,7 +168,12 @@ def _draw_run(axes: Axes, row: Any, end: float, y: int, look: Style) -> None:
     lines = [shortened(text, room, 8)] if room > 0.45 else []
     if not pd.isna(row["crossing"]) and room > 0.5:
         tokens = row["crossing"]
-        lines.append(f"from {tokens:.0f}" if tokens >= 100 else f"from {tokens:.3g}")
+        crossing = f"from {tokens:.0f}" if tokens >= 100 else f"from {tokens:.3g}"
+        both = f"{text} {crossing}"
+        if height_inches(axes) / rows > TWO_LINES:
+            lines.append(crossing)
+        elif text_inches(both, 8) < room:
+            lines = [both]
     middle = math.sqrt(start * end)
     if lines:
         axes.text(
@@ -186,8 +196,11 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
         "cross between measured token counts; others lie halfway. "
         + ("" if found[0].figures else "?: tied with another backend or too noisy somewhere.")
     ]
-    words = caption(found, options, "What is chosen where", f"{found[0].routing} routing", footer)
-    return plot_crossover(table, words, options.size)
+    words = caption(found, options, "What is chosen where", routings(found), footer)
+    size = options.size
+    if size == WIDE:  # nobody asked for a size: as tall as its rows need
+        size = (size[0], max(size[1], 1.6 + ONE_LINE * table["layer"].nunique()))
+    return plot_crossover(table, words, size)
 
 
 def _describe(table: pd.DataFrame) -> str:

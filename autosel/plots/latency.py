@@ -22,6 +22,7 @@ from autosel.plots._common import (
     need,
     series_name,
     short_time,
+    three_digits,
     time_axis,
     token_axis,
     width_inches,
@@ -303,8 +304,9 @@ def _footer(one: Evidence, table: pd.DataFrame) -> list[str]:
     if one.ceilings is not None:
         lines.append(
             f"Roofline: bytes of the experts hit and of the activations at "
-            f"{one.ceilings.read_gbps:.3g} GB/s, or multiplications at "
-            f"{one.ceilings.matmul_tflops:.3g} TFLOP/s, as torch reads and multiplies here."
+            f"{three_digits(one.ceilings.read_gbps)} GB/s, or multiplications at "
+            f"{three_digits(one.ceilings.matmul_tflops)} TFLOP/s, as torch reads and "
+            "multiplies here."
         )
     return lines
 

@@ -17,6 +17,7 @@ from autosel.plots._common import (
     figure_words,
     need,
     place_legend,
+    three_digits,
     token_axis,
 )
 from autosel.plots.latency import latency_data
@@ -97,8 +98,10 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
     ]
     if one.ceilings is not None:
         footer.append(
-            f"Ceilings, as torch reads and multiplies here: {one.ceilings.read_gbps:.3g} GB/s, "
-            f"{one.ceilings.matmul_tflops:.3g} TFLOP/s; a kernel may multiply better than torch."
+            "Ceilings, as torch reads and multiplies here: "
+            f"{three_digits(one.ceilings.read_gbps)} GB/s, "
+            f"{three_digits(one.ceilings.matmul_tflops)} TFLOP/s; a kernel may multiply better "
+            "than torch."
         )
     words = caption(
         found[:1], options, f"{one.label}: share of the roofline",

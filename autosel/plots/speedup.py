@@ -22,6 +22,7 @@ from autosel.plots._common import (
     figure_words,
     fitted,
     need,
+    routings,
     series_name,
     shortened,
     text_inches,
@@ -236,7 +237,7 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
         f"({figure_words(found[0])}); above 1 the chosen one is faster.{unsure} "
         "Hatched: no correct time of the baseline."
     ]
-    words = caption(found, options, f"Speed-up over {name}", f"{found[0].routing} routing", footer)
+    words = caption(found, options, f"Speed-up over {name}", routings(found), footer)
     return plot_speedup(table, words, options.size)
 
 
