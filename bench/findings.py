@@ -7,25 +7,20 @@ made here, so that it follows the data. ``--check`` writes nothing and fails whe
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from statistics import mode
 
-from autosel import evidence_files
 from autosel.plots.crossover import crossing_tokens
-from autosel.plots.latency import latency_data
+from bench import findings_sweeps
+from bench.findings_table import ratio_row, ratio_text, table
 from bench.results_data import RESULTS, ROOT, rows
 
 PAGE = ROOT / "docs" / "findings.md"
 H200 = RESULTS / "nvidia-h200" / "kernels.csv"
 EPYC = RESULTS / "amd-epyc-2-cores" / "cpu.csv"
-SWEEPS = RESULTS / "nvidia-h200" / "decisions.csv"
-OURS = "wna16_tiled"
 MARK = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 Times = dict[tuple[str, int], dict[str, float]]
@@ -37,59 +32,6 @@ def h200_times() -> Times:
     for row in rows(H200):
         found.setdefault((row["model"], int(row["tokens"])), {})[row["system"]] = float(row["us"])
     return found
-
-
-def sweeps() -> dict[str, dict[int, dict[str, str]]]:
-    """What the H200's sweeps decided: rows of its table by layer, with its routing, and tokens."""
-    found: dict[str, dict[int, dict[str, str]]] = {}
-    for row in rows(SWEEPS):
-        routing = "" if row["routing"] == "uniform" else f", {row['routing']}"
-        found.setdefault(row["model"] + routing, {})[int(row["tokens"])] = row
-    return found
-
-
-def h200_sweeps() -> str:
-    """How much longer what vLLM's order takes needs than what is chosen, layers by tokens."""
-    found = sweeps()
-    counts = sorted({count for cells in found.values() for count in cells})
-    lines = []
-    for layer, cells in found.items():
-        usual = mode(row["winner"] for row in cells.values())
-        shown = [_cell(cells.get(count), usual) for count in counts]
-        lines.append((layer, f"`{usual}`", *shown))
-    return table(("layer", "mostly chosen", *(f"{count:,}" for count in counts)), lines)
-
-
-def _cell(row: dict[str, str] | None, usual: str) -> str:
-    if row is None or not row["speedup"]:
-        return ""
-    other = "" if row["winner"] == usual else f" (`{row['winner']}`)"
-    return f"{_x(float(row['speedup']))}{other}"
-
-
-@functools.cache
-def h200_rivals() -> dict[tuple[str, int], tuple[str, float]]:
-    """By layer and tokens: the best other backend with 16-bit activations, its time over ours."""
-    found = {}
-    for path in sorted((RESULTS / "nvidia-h200" / "packs").glob("*.json")):
-        for one in evidence_files.read(path):
-            table = latency_data(one.measurements)
-            for count, rows_ in table[table["accuracy"] == "exact"].groupby("num_tokens"):
-                best = dict(zip(rows_["backend"], rows_["rank_us"], strict=True))
-                ours = best.pop(OURS)
-                other = min(best, key=lambda name: best[name])
-                found[one.label.split(": ")[-1], count] = other, best[other] / ours
-    return found
-
-
-def h200_losses() -> str:
-    """Where another backend is ahead of ours, or less than 2 % behind."""
-    lines = [
-        (layer, f"{count:,}", f"`{name}`", _x(ratio))
-        for (layer, count), (name, ratio) in h200_rivals().items()
-        if ratio < 1.02
-    ]
-    return table(("layer", "tokens", "best other exact backend", "its time over ours"), lines)
 
 
 def epyc_times() -> tuple[Times, dict[str, str]]:
@@ -113,7 +55,8 @@ def h200_order() -> str:
         gemm = "indexed" if best == us["humming_indexed"] else "grouped"
         lines.append(
             (model, tokens, _us(us["marlin"]), f"{_us(best)} ({gemm})", _us(ours),
-             _x(us["marlin"] / best), _x(max(humming) / best), _x(best / ours))
+             ratio_text(us["marlin"] / best), ratio_text(max(humming) / best),
+             ratio_text(best / ours))
         )  # fmt: skip
     head = ("model", "tokens", "Marlin, µs", "Humming, µs", "ours, µs", "Marlin / Humming",
             "Humming's other GEMM / its best", "Humming / ours")  # fmt: skip
@@ -150,39 +93,28 @@ def summary() -> str:
     few = [us for (_, count), us in times.items() if count <= 4]
     many = [us for (_, count), us in times.items() if count >= 64]
     lines = [
-        _mean("H200", "Marlin over Humming's better GEMM",
-              [us["marlin"] / t for us, t in zip(h200, best, strict=True)]),
-        _mean("H200", "Humming indexed over its better GEMM",
-              [us["humming_indexed"] / t for us, t in zip(h200, best, strict=True)]),
-        _mean("H200", "Humming grouped over its better GEMM",
-              [us["humming_grouped"] / t for us, t in zip(h200, best, strict=True)]),
-        _mean("H200", "best of Marlin and Humming over ours",
-              [t / us["autosel"] for us, t in zip(h200, peers, strict=True)]),
-        _mean("H200", "our built-in settings over our swept ones", swept),
-        _mean("H200, sweeps", "vLLM's choice over what is chosen",
-              [float(row["speedup"]) for cells in sweeps().values() for row in cells.values()
-               if row["speedup"]]),
-        _mean("H200, sweeps", "best other exact backend over ours",
-              [ratio for _, ratio in h200_rivals().values()]),
-        _mean("EPYC", "best other exact backend over ours",
-              [t / us["cpu_native"] for us, t in zip(epyc, others, strict=True)]),
-        _mean("EPYC", "`zen_cpu` (a8) over ours, 1 and 4 tokens",
-              [us["zen_cpu"] / us["cpu_native"] for us in few]),
-        _mean("EPYC", "`zen_cpu` (a8) over ours, 64 tokens and more",
-              [us["zen_cpu"] / us["cpu_native"] for us in many]),
-        _mean("EPYC", "`cpu` (a8) over `zen_cpu` (a8)", [us["cpu"] / us["zen_cpu"] for us in epyc]),
+        ratio_row("H200", "Marlin over Humming's better GEMM",
+                  [us["marlin"] / t for us, t in zip(h200, best, strict=True)]),
+        ratio_row("H200", "Humming indexed over its better GEMM",
+                  [us["humming_indexed"] / t for us, t in zip(h200, best, strict=True)]),
+        ratio_row("H200", "Humming grouped over its better GEMM",
+                  [us["humming_grouped"] / t for us, t in zip(h200, best, strict=True)]),
+        ratio_row("H200", "best of Marlin and Humming over ours",
+                  [t / us["autosel"] for us, t in zip(h200, peers, strict=True)]),
+        ratio_row("H200", "our built-in settings over our swept ones", swept),
+        *findings_sweeps.summary(),
+        ratio_row("EPYC", "best other exact backend over ours",
+                  [t / us["cpu_native"] for us, t in zip(epyc, others, strict=True)]),
+        ratio_row("EPYC", "`zen_cpu` (a8) over ours, 1 and 4 tokens",
+                  [us["zen_cpu"] / us["cpu_native"] for us in few]),
+        ratio_row("EPYC", "`zen_cpu` (a8) over ours, 64 tokens and more",
+                  [us["zen_cpu"] / us["cpu_native"] for us in many]),
+        ratio_row("EPYC", "`cpu` (a8) over `zen_cpu` (a8)",
+                  [us["cpu"] / us["zen_cpu"] for us in epyc]),
     ]  # fmt: skip
     head = ("device", "time of one over the other", "cells", "geometric mean", "least", "most",
             "cells above 1.02", "cells below 0.98")  # fmt: skip
     return table(head, lines)
-
-
-def _mean(device: str, what: str, ratios: Sequence[float]) -> tuple[object, ...]:
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
-    return (
-        device, what, len(ratios), _x(mean), _x(min(ratios)), _x(max(ratios)),
-        sum(r > 1.02 for r in ratios), sum(r < 0.98 for r in ratios),
-    )  # fmt: skip
 
 
 def epyc_order() -> str:
@@ -197,8 +129,8 @@ def epyc_order() -> str:
         ours = us["cpu_native"]
         lines.append(
             (shape, f"{tokens:,}", _ms(us["zen_cpu"]), _ms(us["cpu"]),
-             f"{_ms(exact[other])} (`{other}`)", _ms(ours), _x(exact[other] / ours),
-             _x(us["zen_cpu"] / ours))
+             f"{_ms(exact[other])} (`{other}`)", _ms(ours), ratio_text(exact[other] / ours),
+             ratio_text(us["zen_cpu"] / ours))
         )  # fmt: skip
     head = ("shape", "tokens", "`zen_cpu` (a8), ms", "`cpu` (a8), ms", "best other exact, ms",
             "ours, ms", "best other exact / ours", "`zen_cpu` / ours")  # fmt: skip
@@ -239,20 +171,12 @@ def _crossings(
 
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
-    "h200-sweeps": h200_sweeps,
-    "h200-losses": h200_losses,
+    **findings_sweeps.TABLES,
     "h200-order": h200_order,
     "h200-roofline": h200_roofline,
     "epyc-order": epyc_order,
     "crossovers": crossovers,
 }
-
-
-def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """A Markdown table."""
-    out = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    out += ["| " + " | ".join(map(str, line)) + " |" for line in lines]
-    return "\n".join(out) + "\n"
 
 
 def _us(value: float) -> str:
@@ -261,10 +185,6 @@ def _us(value: float) -> str:
 
 def _ms(value: float) -> str:
     return f"{value / 1e3:.2f}"
-
-
-def _x(value: float) -> str:
-    return f"{value:.2f}"
 
 
 def render(text: str) -> str:
