@@ -84,10 +84,34 @@ def empty_bytes() -> bytes:
         return bytes(connection.serialize())
 
 
+class _Scripted(Database):
+    """Runs scripts inside the open transaction as its base does, which joins and looks at all that
+    it has read for every character: 30 ms for a new database.
+    """
+
+    def executescript(self, sql: str) -> sqlite3.Cursor:
+        cursor = self.conn.cursor()
+        for statement in statements(sql):
+            cursor.execute(statement)
+        return cursor
+
+
+@cache
+def statements(script: str) -> tuple[str, ...]:
+    """The statements of ``script``; those inside a trigger belong to it."""
+    found, start = [], 0
+    for end, character in enumerate(script, 1):
+        if character == ";" and sqlite3.complete_statement(script[start:end]):
+            found.append(script[start:end].strip())
+            start = end
+    rest = script[start:].strip()
+    return (*found, rest) if rest else tuple(found)
+
+
 def prepare(connection: sqlite3.Connection) -> None:
     """Apply missing migrations in one transaction, so that two starting processes take turns."""
     connection.execute("PRAGMA foreign_keys = ON")
-    database = Database(connection, execute_plugins=False, recursive_triggers=False)
+    database = _Scripted(connection, execute_plugins=False, recursive_triggers=False)
     if not migrations.MIGRATIONS.pending(database):
         return
     connection.execute("BEGIN IMMEDIATE")

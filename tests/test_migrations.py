@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from sqlite_utils import Database
 
-from autosel import storefile
+from autosel import sqlite_file, storefile
 from autosel.core import Candidate, Device, Problem, QuantScheme
 from autosel.errors import StoreError
 from autosel.migrations import APPLICATION_ID, MIGRATIONS, known
@@ -191,3 +191,11 @@ def test_a_memory_database_has_the_same_tables():
     opened = storefile.open_database(":memory:")
     with contextlib.closing(opened.tables._connection) as connection:
         assert set(TABLES) <= set(Database(connection).table_names())
+
+
+def test_a_script_is_cut_where_a_statement_ends_and_nowhere_else() -> None:
+    table = "CREATE TABLE a (b TEXT DEFAULT ';')"
+    trigger = "CREATE TRIGGER t BEFORE UPDATE ON a\nBEGIN SELECT 1; SELECT RAISE(ABORT, 'no;'); END"
+    script = f"\n  {table};\n-- a; comment\n{trigger};\n  SELECT 2  "
+    assert sqlite_file.statements(script) == (f"{table};", f"-- a; comment\n{trigger};", "SELECT 2")
+    assert sqlite_file.statements(" \n") == ()
