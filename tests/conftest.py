@@ -21,6 +21,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # all of it in OpenMP barriers. Tests of threading ask for more themselves.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Threads of the tests that do ask for more sleep at a barrier: spinning there, two processes on two
+# cores take the processor from those they wait for (five times the time of a file of such tests).
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -95,6 +100,13 @@ ALL_CHECKPOINTS = [
 def named_checkpoint(name: str) -> CheckpointFixture:
     """The checkpoint of that folder name; only names of the carried subset are always there."""
     return next(item for item in ALL_CHECKPOINTS if item.name == name)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of collected tests are live for the whole run: a sweep, which collects garbage
+    whenever it gives memory back, would look at each of them every time (0.2 s)."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
