@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from autosel import registry, tune_inputs
+from autosel import registry, trial, tune_inputs
 from autosel.core import (
     AccuracyClass,
     CanonicalExperts,
+    Certificate,
     Device,
+    Level,
     Params,
     Problem,
     QuantScheme,
@@ -191,6 +193,17 @@ def judge_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
         return make_cases(*args, beside=beside, **more)[: len(beside) + 1]
 
     monkeypatch.setattr(tune_inputs, "make_cases", one)
+
+
+def prove_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Winners of sweeps in this process are proven by the quick set, which passes for the full one:
+    tests/test_proofs.py runs that."""
+    certify = trial.certify
+
+    def quickly(*args: Any, level: Level, **more: Any) -> Certificate:
+        return replace(certify(*args, level="quick", **more), level=level)
+
+    monkeypatch.setattr(trial, "certify", quickly)
 
 
 @contextmanager

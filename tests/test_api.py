@@ -21,6 +21,7 @@ from autosel.sources import CheckpointSource, RandomSource
 from autosel.store import Store
 from autosel.timing import TimingSettings
 from autosel.tune_types import SweepSettings
+from tests.fakes import judge_one_case, prove_quickly
 
 EXAMPLE = "ct-w4-g128-sym-mixtral"
 SHORT = SweepSettings(timing=TimingSettings(rounds=2, samples_per_round=2, limit_s=0.05))
@@ -72,9 +73,11 @@ def test_from_a_checkpoint_to_a_decision_an_explanation_and_a_plot(
 
 
 def test_every_checkpoint_and_split_is_found_under_the_key_it_was_stored_with(
-    checkpoint: Any, tmp_path: Path
+    checkpoint: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every format, both widths, a split of two: what a sweep stores, a look-up hits."""
+    judge_one_case(monkeypatch)  # the sweeps of this file's other tests judge by all
+    prove_quickly(monkeypatch)
     layer = checkpoint.moe_layers[0]
     once = replace(HERE, trials=1)
     with Store.open(tmp_path / "a.db") as db:

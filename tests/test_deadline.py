@@ -16,8 +16,14 @@ from autosel.interfaces import Space
 from autosel.store import Store
 from autosel.timing import TimingSettings
 from autosel.tune_types import SweepSettings
-from tests.fakes import Clock, FakeBackend, registered
+from tests.fakes import Clock, FakeBackend, prove_quickly, registered
 from tests.test_tune import run
+
+
+@pytest.fixture(autouse=True)
+def _quick_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How winners are proven is not asked here."""
+    prove_quickly(monkeypatch)
 
 
 def test_what_one_token_count_leaves_goes_to_the_others() -> None:

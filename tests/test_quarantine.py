@@ -15,8 +15,14 @@ from autosel.incidents import Incident
 from autosel.quarantine import code_hash, held_back
 from autosel.store import Store
 from autosel.tune_types import SweepResult
-from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, PlainLayout, registered
+from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, PlainLayout, prove_quickly, registered
 from tests.test_tune import Log, run
+
+
+@pytest.fixture(autouse=True)
+def _quick_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """How winners are proven is not asked here."""
+    prove_quickly(monkeypatch)
 
 
 def status(result: SweepResult, num_tokens: int = 1, backend: str = "bad") -> str:

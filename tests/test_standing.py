@@ -24,7 +24,7 @@ from autosel.store import Store
 from autosel.timing import TimingSettings
 from autosel.tune import sweep
 from autosel.tune_types import Observer, SweepResult, SweepSettings
-from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, PlainLayout, registered
+from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, PlainLayout, prove_quickly, registered
 from tests.test_plans import GPU, row
 
 QUICK = TimingSettings(rounds=3, samples_per_round=4)
@@ -34,12 +34,7 @@ NO = Support.no(Reason("compiler", "none", "a C++ compiler"))
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The full set takes longer than all that is asked here; tiny tensors need one thread."""
-    certify = trial.certify
-
-    def quickly(*args: Any, level: Level, **kwargs: Any) -> Certificate:
-        return replace(certify(*args, level="quick", **kwargs), level=level)
-
-    monkeypatch.setattr(trial, "certify", quickly)
+    prove_quickly(monkeypatch)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -15,14 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import quarantine, residency, trial, tune_search
+from autosel import quarantine, residency, tune_search
 from autosel.core import (
     Candidate,
     CanonicalExperts,
-    Certificate,
     Decision,
     Device,
-    Level,
     Measurement,
     Params,
     Problem,
@@ -38,7 +36,16 @@ from autosel.store import Store
 from autosel.timing import TimingSettings
 from autosel.tune import sweep
 from autosel.tune_types import Observer, SweepResult, SweepSettings
-from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, PlainLayout, registered
+from tests.fakes import (
+    CPU,
+    PROBLEM,
+    Clock,
+    FakeBackend,
+    PlainLayout,
+    judge_one_case,
+    prove_quickly,
+    registered,
+)
 
 QUICK = TimingSettings(rounds=3, samples_per_round=4)
 
@@ -54,13 +61,8 @@ def _one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _quick_proofs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The full set takes longer than all that is asked here; tests/test_proofs.py runs it."""
-    certify = trial.certify
-
-    def quickly(*args: Any, level: Level, **kwargs: Any) -> Certificate:
-        return replace(certify(*args, level="quick", **kwargs), level=level)
-
-    monkeypatch.setattr(trial, "certify", quickly)
+    """The full set takes longer than all that is asked here."""
+    prove_quickly(monkeypatch)
 
 
 def run(
@@ -567,10 +569,13 @@ def test_decisions_for_different_routings_stand_side_by_side() -> None:
         run(clock, routing="fancy")
 
 
-def test_noise_never_changes_the_winner_and_the_tie_is_said() -> None:
+def test_noise_never_changes_the_winner_and_the_tie_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two candidates of 100 us with 5 % noise, tuned twenty times."""
     clock = Clock()
     rng = random.Random(7)
+    judge_one_case(monkeypatch)
 
     def noisy(routing: Routing, params: Params) -> float:
         return 100.0 * rng.gauss(1.0, 0.05)

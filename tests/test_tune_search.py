@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from autosel import trial, tune_search
-from autosel.core import Candidate, Certificate, Level, Measurement, Params, Routing, Scalar
+from autosel import tune_search
+from autosel.core import Candidate, Measurement, Params, Routing, Scalar
 from autosel.engine_export import StartingPoints
 from autosel.evidence import gather
 from autosel.explanation import explain
@@ -21,19 +21,22 @@ from autosel.timing import TimingSettings
 from autosel.tune_search import FINALISTS, PATIENCE, PATIENCE_AFTER
 from autosel.tune_searched import Searched
 from autosel.tune_types import Observer
-from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, judge_one_case, registered
+from tests.fakes import (
+    CPU,
+    PROBLEM,
+    Clock,
+    FakeBackend,
+    judge_one_case,
+    prove_quickly,
+    registered,
+)
 from tests.test_tune import run
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is tried is asked here, not how it is judged; tiny tensors need one thread."""
-    certify = trial.certify
-
-    def quickly(*args: Any, level: Level, **how: Any) -> Certificate:
-        return replace(certify(*args, level="quick", **how), level=level)
-
-    monkeypatch.setattr(trial, "certify", quickly)
+    prove_quickly(monkeypatch)
     judge_one_case(monkeypatch)
     before = torch.get_num_threads()
     torch.set_num_threads(1)

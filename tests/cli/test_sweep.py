@@ -8,7 +8,7 @@ from autosel.backends.emulation import Emulation
 from autosel.core import Reason, Support
 from autosel.interfaces import Space
 from autosel.store import Store
-from tests.fakes import judge_one_case
+from tests.fakes import judge_one_case, prove_quickly
 
 
 class Plain(Emulation):
@@ -90,6 +90,7 @@ def light(monkeypatch):
     from autosel.roofline import Ceilings
 
     judge_one_case(monkeypatch)
+    prove_quickly(monkeypatch)
     monkeypatch.setattr(tune, "ceilings", lambda *a, **k: Ceilings(10.0, 1.0))
 
 

@@ -12,7 +12,7 @@ from autosel.sources import CheckpointSource
 from autosel.store import Store
 from autosel.tune import sweep
 from autosel.tune_types import SweepSettings
-from tests.fakes import Clock, FakeBackend, judge_one_case, registered
+from tests.fakes import Clock, FakeBackend, judge_one_case, prove_quickly, registered
 
 SETTINGS = SweepSettings(token_counts=(2,), backends=("scripted",))
 
@@ -21,6 +21,7 @@ SETTINGS = SweepSettings(token_counts=(2,), backends=("scripted",))
 def one_case(monkeypatch):
     """What is right is tested elsewhere; here one verification case is enough."""
     judge_one_case(monkeypatch)
+    prove_quickly(monkeypatch)
 
 
 def swept(path, index, store, **split):
