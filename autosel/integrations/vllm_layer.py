@@ -59,7 +59,7 @@ def take_over(layer: Any, method: Any, engine: Engine) -> FusedMoE | str:
     stored, so they differ only where their files, packages or devices do.
     """
     prepared = _tried(lambda: _prepare(layer, method, engine))
-    if not engine.agree("" if isinstance(prepared, str) else prepared.part.problem.key):
+    if not engine.agree("" if isinstance(prepared, str) else "ready"):
         return prepared if isinstance(prepared, str) else "another rank leaves it to vLLM"
     made = _tried(prepared.make) if not isinstance(prepared, str) else prepared
     if not engine.agree("" if isinstance(made, str) else table(made)):

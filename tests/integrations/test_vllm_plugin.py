@@ -5,7 +5,9 @@ import logging
 import subprocess
 import sys
 import threading
+import tomllib
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -154,6 +156,12 @@ def test_autosel_itself_imports_no_vllm(case):
     code = "import sys, autosel; print('vllm' in sys.modules, 'huggingface_hub' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_vllm_finds_it_by_its_entry_point():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    (entry,) = project["entry-points"]["vllm.general_plugins"].items()
+    assert entry == ("autosel", f"{plugin.register.__module__}:{plugin.register.__name__}")
 
 
 def test_registering_twice_is_once(case):

@@ -47,8 +47,8 @@ LAYERS = [
 ]
 
 
-def run(*args, **environ):
-    """The answer of ``vllm_worker`` in a process of its own, and all that it said."""
+def start(*args, **environ):
+    """``vllm_worker`` in a process of its own."""
     env = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
@@ -58,18 +58,29 @@ def run(*args, **environ):
         **environ,
     }
     env.pop("OMP_NUM_THREADS", None)  # vLLM binds its own
-    done = subprocess.run(
+    return subprocess.Popen(
         [sys.executable, "-m", "tests.integrations.vllm_worker", *map(str, args)],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
         env=env,
         cwd=ROOT,
-        timeout=800,
     )
-    said = done.stdout + done.stderr
-    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+
+
+def answer_of(process):
+    """What a worker answers, and all that it said."""
+    try:
+        said, _ = process.communicate(timeout=800)
+    finally:
+        process.kill()
+    lines = [line for line in said.splitlines() if line.startswith("ANSWER ")]
     assert lines, said[-6000:]
     return json.loads(lines[-1].removeprefix("ANSWER ")), said
+
+
+def run(*args, **environ):
+    return answer_of(start(*args, **environ))
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +119,20 @@ def test_gate_and_up_loaded_the_other_way_round_are_noticed(layers, name):
     assert found["method"] != "AutoselMoEMethod"
     assert "others in vLLM's parameters, expected the checkpoint's" in found["status"], found
     assert found["distance"] > 0.3, "the fault is one"
+
+
+@pytest.mark.parametrize("split", ["tp", "ep"])
+def test_two_ranks_of_vllm_agree_and_sum_to_the_expected_output(tmp_path, split):
+    folder = FIXTURES / "checkpoints" / "awq-gptqmodel-w4-g32-mixtral"
+    db = tmp_path / "autosel.db"
+    group = {"VLLM_DIST_IDENT": f"autosel-{os.getpid()}-{split}", "AUTOSEL_VLLM": "1"}
+    started = [start("rank", db, folder, rank, split, **group) for rank in (0, 1)]
+    (first, _), (second, _) = [answer_of(process) for process in started]
+    for found in (first, second):
+        assert "torch_int4" in found["status"], found
+        assert found["distance"] < 0.01
+    assert first["faulty"] == "vLLM's own: another rank leaves it to vLLM"
+    assert "others in vLLM's parameters" in second["faulty"]
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Runs in a process that has vLLM: ``layers`` or ``generate``; one JSON line on standard output.
+"""Runs in a process that has vLLM: ``layers``, ``rank`` or ``generate``; prints one JSON line.
 
 vLLM's CPU build takes its int4 operator only on machines with AMX, although the operator is right
 without; its gate is opened here so that there is a choice of vLLM's own to replace on any x86-64
@@ -34,9 +34,9 @@ def open_gate() -> None:
     cpu_moe.CPUExpertsInt4._supports_current_device = staticmethod(lambda: True)
 
 
-def decide(folder: str, layer: int, dtype: str, db: str, backend: str) -> None:
+def decide(folder: str, layer: int, dtype: str, db: str, backend: str, **part: int) -> None:
     """Decisions for this machine however many threads vLLM gives its worker."""
-    problem = CheckpointSource(folder, layer, act_dtype=dtype).problem
+    problem = CheckpointSource(folder, layer, act_dtype=dtype, **part).problem
     machine = devices.detect("cpu")
     with Store.open(db) as store:
         for threads in range(1, (machine.threads or 1) + 1):
@@ -123,6 +123,46 @@ def layers(db: str, folders: list[str]) -> dict:
     return answer
 
 
+def one_rank(db: str, folder: str, rank: int, split: str) -> dict:
+    """One of two ranks of a layer: its part through autosel, the sum over both, and what one rank's
+    fault comes to."""
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    plugin.register()
+    model = ModelConfig(folder, skip_tokenizer_init=True, max_model_len=64)
+    truth = load_file(f"{folder}/expected/expected.safetensors")
+    decide(
+        folder, 0, str(model.dtype).removeprefix("torch."), db, "torch_int4",
+        **{f"{split}_rank": rank, f"{split}_size": 2},
+    )  # fmt: skip
+    config = VllmConfig(
+        model_config=model,
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=2, enable_expert_parallel=split == "ep"
+        ),
+        additional_config={"autosel": {"db": db}},
+    )
+    answer = {}
+    with set_current_vllm_config(config):
+        init_distributed_environment(2, rank, f"file://{db}.ranks", rank, "gloo")
+        initialize_model_parallel(2, 1)
+        runner, layer = make_layer(folder, 0, config, model.dtype)
+        x = truth["layers.0.input"].to(model.dtype)
+        out = layer.forward_modular(x, truth["layers.0.topk_weights"], truth["layers.0.topk_ids"])
+        out = out.float()
+        torch.distributed.all_reduce(out)
+        expected = truth["layers.0.output"]
+        answer["status"] = plugin.in_use(runner)[layer.layer_name]
+        answer["distance"] = float((out - expected).norm() / expected.norm())
+        config.compilation_config.static_forward_context.clear()  # one more of the same name
+        config.compilation_config.static_all_moe_layers.clear()
+        runner, layer = make_layer(folder, 0, config, model.dtype, "swapped" if rank else "")
+        answer["faulty"] = plugin.in_use(runner)[layer.layer_name]
+        torch.distributed.barrier()
+    return answer
+
+
 def generate(folder: str, db: str, eager: bool) -> dict:
     """Greedy tokens of a whole model through ``vllm.LLM``."""
     from vllm import LLM, SamplingParams
@@ -158,6 +198,8 @@ if __name__ == "__main__":
     what, *rest = sys.argv[1:]
     if what == "layers":
         answer = layers(rest[0], rest[1:])
+    elif what == "rank":
+        answer = one_rank(rest[0], rest[1], int(rest[2]), rest[3])
     else:
         answer = generate(rest[0], rest[1], rest[2] == "eager")
     print("\nANSWER " + json.dumps(answer), flush=True)
