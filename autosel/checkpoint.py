@@ -26,13 +26,12 @@ from autosel.formats import find_format
 from autosel.layer_planner import LayerPlanner
 from autosel.model_config import ModelConfig
 from autosel.moe_layer import LayerPlan, MoELayer, origin_of, read_tensor
+from autosel.rank_problem import expert_range, tp_share
 from autosel.sharding import (
-    expert_range,
     slice_outputs,
     spell_out_order,
     tp_inputs,
     tp_outputs,
-    tp_share,
 )
 from autosel.stacking import Stack
 from autosel.tensor_index import TensorIndex, TensorReader

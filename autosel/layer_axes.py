@@ -14,7 +14,7 @@ import torch
 
 from autosel.core import QuantScheme
 from autosel.errors import UnsupportedError, field_error
-from autosel.sharding import tp_share
+from autosel.rank_problem import tp_share
 
 #: ``out`` outputs, ``in`` inputs, ``group`` scale groups; ``packed`` ones hold several in a word.
 Axis = Literal["out", "packed out", "in", "packed in", "group"]

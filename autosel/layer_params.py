@@ -29,8 +29,7 @@ from autosel.layer_axes import AXES, Cut
 from autosel.layer_build import making
 from autosel.layer_place import held_experts
 from autosel.layer_refusals import REFUSED
-from autosel.rank_problem import rank_problem
-from autosel.sharding import expert_range
+from autosel.rank_problem import expert_range, rank_problem
 from autosel.stacking import Stack
 
 Shard = Literal["w1", "w3", "w2"]  # gate, up, down

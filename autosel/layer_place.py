@@ -12,7 +12,7 @@ from autosel.core import CanonicalExperts, Device, Problem
 from autosel.device import detect
 from autosel.errors import AutoselError, RoutingError, field_error
 from autosel.expert_map import check_expert_map
-from autosel.sharding import expert_range
+from autosel.rank_problem import expert_range
 from autosel.sources import CheckpointSource
 from autosel.verify import fingerprint
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from autosel.core import Problem, QuantScheme
-from autosel.sharding import expert_range, tp_share
+from autosel.errors import UnsupportedError, field_error
 
 
 def rank_problem(
@@ -30,3 +30,32 @@ def _cut_inputs(scheme: QuantScheme, inputs: int) -> QuantScheme:
     if scheme.group_size == -1 or scheme.has_g_idx:
         return scheme
     return replace(scheme, group_size=math.gcd(scheme.group_size, inputs))
+
+
+def expert_range(num_experts: int, rank: int, size: int) -> range:
+    """Global ids of a rank's experts; the first ``num_experts % size`` ranks hold one more."""
+    _check_rank(rank, size)
+    if size > num_experts:
+        raise UnsupportedError(
+            field_error("expert parallelism", "ranks", size, f"at most {num_experts} (experts)")
+        )
+    base, more = divmod(num_experts, size)
+    start = rank * base + min(rank, more)
+    return range(start, start + base + (rank < more))
+
+
+def tp_share(total: int, rank: int, size: int) -> int:
+    """A rank's intermediate size; UnsupportedError, with both numbers, if it does not divide."""
+    _check_rank(rank, size)
+    if total % size:
+        raise UnsupportedError(
+            field_error("tensor parallelism", "intermediate size", total, f"a multiple of {size}")
+        )
+    return total // size
+
+
+def _check_rank(rank: int, size: int) -> None:
+    if size < 1 or not 0 <= rank < size:
+        raise UnsupportedError(
+            field_error("parallel split", "rank", f"{rank} of {size}", "a rank below the size")
+        )

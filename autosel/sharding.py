@@ -15,8 +15,8 @@ import torch
 
 from autosel.canonical import group_index
 from autosel.core import CanonicalExperts, QuantWeight
-from autosel.errors import UnsupportedError, field_error
 from autosel.packing import pack_last, unpack_last
+from autosel.rank_problem import expert_range, tp_share
 
 
 def shard_tp(experts: CanonicalExperts, rank: int, size: int) -> CanonicalExperts:
@@ -62,18 +62,6 @@ def shard_ep(experts: CanonicalExperts, rank: int, size: int) -> CanonicalExpert
     return CanonicalExperts(
         replace(experts.problem, num_local_experts=len(local)), cut(experts.w13), cut(experts.w2)
     )
-
-
-def expert_range(num_experts: int, rank: int, size: int) -> range:
-    """Global ids of a rank's experts; the first ``num_experts % size`` ranks hold one more."""
-    _check_rank(rank, size)
-    if size > num_experts:
-        raise UnsupportedError(
-            field_error("expert parallelism", "ranks", size, f"at most {num_experts} (experts)")
-        )
-    base, more = divmod(num_experts, size)
-    start = rank * base + min(rank, more)
-    return range(start, start + base + (rank < more))
 
 
 def tp_outputs(weight: QuantWeight, rank: int, size: int) -> QuantWeight:
@@ -162,20 +150,3 @@ def _slice_codes(weight: QuantWeight, start: int, count: int) -> torch.Tensor:
         for expert in weight.codes
     ]
     return torch.stack(packed)
-
-
-def tp_share(total: int, rank: int, size: int) -> int:
-    """A rank's intermediate size; UnsupportedError, with both numbers, if it does not divide."""
-    _check_rank(rank, size)
-    if total % size:
-        raise UnsupportedError(
-            field_error("tensor parallelism", "intermediate size", total, f"a multiple of {size}")
-        )
-    return total // size
-
-
-def _check_rank(rank: int, size: int) -> None:
-    if size < 1 or not 0 <= rank < size:
-        raise UnsupportedError(
-            field_error("parallel split", "rank", f"{rank} of {size}", "a rank below the size")
-        )

@@ -15,7 +15,8 @@ from autosel.checkpoint import Checkpoint
 from autosel.core import CanonicalExperts, QuantScheme, QuantWeight
 from autosel.errors import UnsupportedError
 from autosel.packing import pack_last
-from autosel.sharding import expert_range, shard_ep, shard_tp, tp_inputs
+from autosel.rank_problem import expert_range
+from autosel.sharding import shard_ep, shard_tp, tp_inputs
 from tests.checkpoint_builder import Made, make_checkpoint, random_weight, shuffled_g_idx
 
 

@@ -288,10 +288,10 @@ def test_a_full_disk_is_one_line(options, unbuffered):
 
 
 def test_help_and_refusals_start_fast():
-    """Help and usage errors must not wait for torch."""
+    """Help, usage errors and a mere table must not wait for torch."""
     code = (
         "import sys; from autosel.__main__ import main; main(['--help']);"
-        "main(['sweep', '--help']);"
+        "main(['sweep', '--help']); main(['presets']);"
         "main(['explain', '--nonsense']); sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run(
