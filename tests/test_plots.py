@@ -1,5 +1,7 @@
 """Figures: their tables by hand, and drawings that need no display."""
 
+import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -278,38 +280,49 @@ print("pyplot" if "matplotlib.pyplot" in sys.modules else "no pyplot")
 """
 
 
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {"DISPLAY": ""},
-        {"DISPLAY": "nowhere:99", "MPLBACKEND": "TkAgg"},
-        {"MPLBACKEND": "nonsense"},
-        {"MPLBACKEND": "module://nowhere"},
-        {"HOME": "/nonexistent", "MPLCONFIGDIR": "/proc/nowhere"},
-    ],
-)
-def test_no_display_and_no_setting_stops_it(tmp_path, environment):
-    import os
+#: One process imports what takes seconds, and forks before Matplotlib looks at its environment.
+FORKED = """
+import json, os, sys
+import autosel.plots.latency
+assert not any(name.partition(".")[0] == "matplotlib" for name in sys.modules)
+draw, environments = json.loads(sys.argv[1])
+for number, environment in enumerate(environments):
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(environment)
+        for stream, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+        sys.argv[1] = f"{number}.png"
+        exec(draw, {"__name__": "__main__"})
+        sys.exit()
+    os.waitpid(pid, 0)
+"""
+ENVIRONMENTS = [
+    {"DISPLAY": ""},
+    {"DISPLAY": "nowhere:99", "MPLBACKEND": "TkAgg"},
+    {"MPLBACKEND": "nonsense"},
+    {"MPLBACKEND": "module://nowhere"},
+    {"HOME": "/nonexistent", "MPLCONFIGDIR": "/proc/nowhere"},
+]
 
-    out = tmp_path / "x.png"
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_no_display_and_no_setting_stops_it(tmp_path):
     base = {k: v for k, v in os.environ.items() if k not in ("DISPLAY", "MPLBACKEND")}
     (tmp_path / "matplotlibrc").write_text("axes.facecolor: broken colour\nfont.size: 40\n")
-    done = subprocess.run(
-        [sys.executable, "-c", DRAW, str(out)],
-        env={**base, "PYTHONPATH": ROOT, **environment},
+    subprocess.run(
+        [sys.executable, "-c", FORKED, json.dumps([DRAW, ENVIRONMENTS])],
+        env={**base, "PYTHONPATH": ROOT},
         cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+        check=True,
     )
-    assert done.returncode == 0, done.stderr
-    assert out.read_bytes().startswith(b"\x89PNG")
-    assert done.stdout == "no pyplot\n"
+    for number, environment in enumerate(ENVIRONMENTS):
+        out = (tmp_path / f"{number}.out").read_text()
+        assert out == "no pyplot\n", (environment, (tmp_path / f"{number}.err").read_text())
+        assert (tmp_path / f"{number}.png").read_bytes().startswith(b"\x89PNG"), environment
 
 
 def test_a_users_matplotlibrc_changes_nothing(tmp_path):
-    import os
-
     made = []
     for text in ("", "font.size: 40\naxes.facecolor: red\n"):
         (tmp_path / "matplotlibrc").write_text(text)
