@@ -1,8 +1,11 @@
 """The same with processes and torch.distributed: the layer sums over its group by itself."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,24 +23,23 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_the_groups_sum_equals_the_uncut_layer(size, tmp_path, fixtures_dir):
+def test_the_groups_sum_equals_the_uncut_layer(size, tmp_path, carried_dir):
+    """On the checkpoints of a clone; test_split.py cuts each that there is, without processes."""
     rendezvous, answer = tmp_path / "rendezvous", tmp_path / "answer.json"
-    words = [str(size), str(rendezvous), str(fixtures_dir), str(answer)]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.layer.distributed_worker", str(rank), *words],
-            cwd=ROOT,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        said = [worker.communicate(timeout=240)[1] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0] * size, said
+    words = [str(size), str(rendezvous), str(carried_dir), str(answer)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.layer.distributed_worker", *words],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as group:
+        try:
+            said = group.communicate(timeout=240)[1]
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(group.pid, signal.SIGKILL)
+    assert group.returncode == 0, said
     errors = json.loads(answer.read_text())
     kinds = {name.split(" ", 1)[1] for name in errors}
     assert kinds == ({"tp", "ep"} if size == 2 else {"tp", "ep", "tp2 ep2"})
