@@ -93,7 +93,10 @@ class _Prepared:
     engine: Engine
 
     def make(self) -> FusedMoE:
-        """Pack, prove each candidate and run once with each size that will be captured."""
+        """Pack, prove each candidate, and run once with each size that will be captured.
+
+        Where none will, with one size of each bucket.
+        """
         options: LayerOptions = {
             "device": self.device,
             "db": self.engine.options.db,
@@ -115,7 +118,6 @@ class _Prepared:
                     f"nothing decided for {choice.bucket.label} tokens: {choice.why}"
                 )
         if self.device.type != "cpu":
-            layer.warm_up()
             layer.warm_up(*self.engine.capture_sizes)
         return layer
 

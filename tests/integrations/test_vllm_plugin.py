@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import autosel
 from autosel import device as devices
 from autosel.core import Routing, TokenBucket
 from autosel.errors import AutoselError
@@ -265,6 +266,16 @@ def test_each_token_count_runs_its_own_candidate(case):
     names = [choice.candidate.backend for choice in layer.quant_method.experts.choices]
     assert len(set(names)) == 1, "one resident copy without a plan"
     assert layer.quant_method.experts.choices[0].tuned
+
+
+def test_a_pack_beside_the_model_decides(case, tmp_path, monkeypatch):
+    made = case()
+    source = made.decide()
+    autosel.pack(made.folder, made.folder / "autosel-pack.json", db=made.db)
+    monkeypatch.setenv("AUTOSEL_DB", str(tmp_path / "empty.db"))
+    layer = made.loaded()
+    assert layer.quant_method.method_name == "AutoselMoEMethod", plugin.in_use(layer)
+    assert_right(layer, source)
 
 
 def test_scales_are_those_that_vllm_rounded(case):
