@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from autosel.timing_threads import CHOSEN_BY_USER
+from tests.fakes import judge_one_case, prove_quickly
 from tests.test_timing_threads import CAN_BIND, PROCESSORS, affinities
 from tests.worker import misbehaving as m
 from tests.worker.test_worker import row, run
@@ -34,6 +35,8 @@ def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in CHOSEN_BY_USER:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AUTOSEL_TEST_THREADS", str(tmp_path / "threads"))
+    judge_one_case(monkeypatch)  # each call of many threads waits for the slowest of them
+    prove_quickly(monkeypatch)
     before = torch.get_num_threads()
     torch.set_num_threads(PROCESSORS)
     yield tmp_path / "threads"
