@@ -24,7 +24,16 @@ from autosel.store import Store
 from autosel.timing import TimingSettings
 from autosel.tune import sweep
 from autosel.tune_types import Observer, SweepResult, SweepSettings
-from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, PlainLayout, prove_quickly, registered
+from tests.fakes import (
+    CPU,
+    PROBLEM,
+    Clock,
+    FakeBackend,
+    PlainLayout,
+    judge_one_case,
+    prove_quickly,
+    registered,
+)
 from tests.test_plans import GPU, row
 
 QUICK = TimingSettings(rounds=3, samples_per_round=4)
@@ -35,6 +44,7 @@ NO = Support.no(Reason("compiler", "none", "a C++ compiler"))
 def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The full set takes longer than all that is asked here; tiny tensors need one thread."""
     prove_quickly(monkeypatch)
+    judge_one_case(monkeypatch)
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -477,10 +477,15 @@ def test_a_sweep_killed_hard_goes_on_where_it_was(tmp_path: Path) -> None:
             from dataclasses import replace
             from autosel.store import Store
             from autosel.tune_types import Observer
-            from tests.fakes import PROBLEM, Clock, FakeBackend, registered
+            import pytest
+            from tests.fakes import PROBLEM, Clock, FakeBackend, judge_one_case, prove_quickly
+            from tests.fakes import registered
             from tests.test_tune import run
 
             torch.set_num_threads(1)
+            patch = pytest.MonkeyPatch()
+            judge_one_case(patch)
+            prove_quickly(patch)
             path, kill_after = sys.argv[1], int(sys.argv[2])
             seen = {"fresh": 0, "resumed": 0}
 
