@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from autosel import conditions, samples, stats
+from autosel import conditions, decide_words, stats
 from autosel.buckets import bucket_for, buckets, newest_cover
 from autosel.core import (
     Candidate,
@@ -34,8 +34,9 @@ from autosel.core import (
     Rejected,
     TokenBucket,
 )
+from autosel.decide_entry import Entry, entry_of
 from autosel.errors import AutoselError, NothingUsableError, field_error
-from autosel.racing import CONFIDENCE, EPSILON, RERUNS, SEPARATES, Eliminated
+from autosel.racing import CONFIDENCE, EPSILON, RERUNS, SEPARATES
 from autosel.racing_bounds import PairedRatio
 from autosel.racing_stored import rerun
 from autosel.records import comparable
@@ -56,9 +57,6 @@ __all__ = [
 NEAR_STDERRS = 3.5
 #: ... and never what looks slower than this.
 TIE_LIMIT = 0.15
-
-#: Rivals that a reason names.
-NAMED = 2
 
 #: Says why a measured candidate may not be chosen, or None when it may.
 Requirement = Callable[[Measurement], Reason | None]
@@ -95,38 +93,6 @@ def max_weight_bytes(limit: int) -> Requirement:
     )
 
 
-Ratio = stats.LogRatio | PairedRatio
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """A correct, timed candidate; ``out`` says who showed in their race that it is slower."""
-
-    measurement: Measurement
-    us: float
-    out: Eliminated[Candidate] | None = None
-    _estimate: stats.Estimate | None = field(default=None, repr=False)
-
-    @property
-    def candidate(self) -> Candidate:
-        return self.measurement.candidate
-
-    def over(self, other: _Entry) -> Ratio:
-        """How much slower this one is: round by round where they raced, else independently."""
-        ratio = samples.paired(self.measurement, other.measurement)
-        return ratio or self._estimated().over(other._estimated())
-
-    def _estimated(self) -> stats.Estimate:
-        if self._estimate is None:  # thousands of resamples; a race seldom asks for them
-            self._estimate = samples.estimate(self.measurement)
-        return self._estimate
-
-
-def _entry(m: Measurement) -> _Entry:
-    times_us = samples.ranking(m).times_us
-    return _Entry(m, stats.summarize(times_us, stats.ranking_quantile(m.device.kind)).estimate_us)
-
-
 def decide(
     measurements: Sequence[Measurement],
     *,
@@ -154,18 +120,19 @@ def decide(
     first = current[0]
     bucket = bucket or TokenBucket(first.num_tokens, first.num_tokens, first.num_tokens)
     rejected: list[Rejected] = []
-    allowed: list[_Entry] = []
-    a8: list[_Entry] = []
+    allowed: list[Entry] = []
+    a8: list[Entry] = []
     for m in current:
         reason = _unusable(m, require)
         if reason is not None:
             rejected.append(Rejected(m.candidate, m.status, reason, m.accuracy))
             continue
-        entry = _entry(m)
+        entry = entry_of(m)
         (allowed if allow_a8 or m.accuracy == "exact" else a8).append(entry)
     if not allowed:
-        rejected = [_barred(e, None, confidence) for e in sorted(a8, key=_us)] + rejected
-        why = _why_nothing(rejected)
+        a8.sort(key=_us)
+        rejected = [*(decide_words.barred(e, None, confidence) for e in a8), *rejected]
+        why = decide_words.why_nothing(rejected)
         return NothingUsable(first.problem, bucket, first.routing, why, tuple(rejected))
 
     _put_out(allowed, a8, epsilon, confidence)
@@ -178,11 +145,8 @@ def decide(
     mine = winner.candidate.backend
     runner_up = min(others, key=lambda e: (e.candidate.backend == mine, e.us), default=None)
     ratio = runner_up.over(winner) if runner_up else None
-    words = {**dict.fromkeys(unsettled, UNSETTLED), **dict.fromkeys(tied, TIED)}
-    slower = [
-        _slower(e, winner, words.get(e, SLOWER), confidence) for e in ranked if e is not winner
-    ]
-    barred = [_barred(e, winner, confidence) for e in sorted(a8, key=_us)]
+    slower = decide_words.slower(ranked, winner, tied, unsettled, confidence)
+    barred = [decide_words.barred(e, winner, confidence) for e in sorted(a8, key=_us)]
     decision = Decision(
         problem=first.problem,
         bucket=bucket,
@@ -198,9 +162,9 @@ def decide(
         rejected=(*slower, *barred, *rejected),
         accuracy=winner.measurement.accuracy,
     )
-    why = _why(decision, tied, unsettled, confidence)
+    why = decide_words.why(decision, tied, unsettled, confidence)
     if winner.candidate in defaults:
-        why += _default_kept(winner, ranked)
+        why += decide_words.default_kept(winner, ranked)
     if barred and a8[0].us < winner.us:
         why += f"; {barred[0].candidate.key} {barred[0].reason}"
     said = conditions.words([e.measurement for e in ranked])
@@ -208,7 +172,7 @@ def decide(
 
 
 def _put_out(
-    allowed: Sequence[_Entry], barred: Sequence[_Entry], epsilon: float, confidence: float
+    allowed: Sequence[Entry], barred: Sequence[Entry], epsilon: float, confidence: float
 ) -> None:
     """Run their races again. Only what may be chosen puts out what may be chosen."""
     classes = {e.candidate: e in allowed for e in (*allowed, *barred)}
@@ -223,8 +187,8 @@ def _put_out(
 
 
 def _not_slower(
-    ranked: Sequence[_Entry], epsilon: float, confidence: float
-) -> tuple[list[_Entry], list[_Entry]]:
+    ranked: Sequence[Entry], epsilon: float, confidence: float
+) -> tuple[list[Entry], list[Entry]]:
     """Who is tied with the fastest, itself included, and who looks slower but is not settled."""
     fastest = ranked[0]
     strict = 1 - (1 - confidence) / RERUNS
@@ -258,7 +222,7 @@ def canonical_order(m: Measurement, defaults: Collection[Candidate] = ()) -> tup
     )
 
 
-def _us(entry: _Entry) -> float:
+def _us(entry: Entry) -> float:
     return entry.us
 
 
@@ -314,90 +278,3 @@ _STATUS_WORDS = {
     "timeout": "ran past its time limit",
     "crashed": "took its process down",
 }
-
-
-def _percent(value: float) -> str:
-    percent = 100 * value
-    return f"{percent:.3g} %" if abs(percent) < 1000 else f"{percent:.0f} %"
-
-
-def _span(interval: tuple[float, float] | None, confidence: float) -> str:
-    if interval is None:
-        return "too few undisturbed samples for an interval"
-    low, high = interval
-    return f"{confidence:.0%} interval {_percent(low).removesuffix(' %')} to {_percent(high)}"
-
-
-SLOWER = "slower by"
-TIED = "within the noise of the winner:"
-UNSETTLED = "not settled, looks slower by"
-
-
-def _slower(entry: _Entry, winner: _Entry, words: str, confidence: float) -> Rejected:
-    ratio = entry.over(winner)
-    span = ratio.interval(confidence)
-    if entry.out is not None:
-        more = f", {_span(span, confidence)}" if span else ""
-        reason = f"{entry.out.text} (looks {_percent(ratio.margin)}{more})"
-    else:
-        reason = f"{words} {_percent(ratio.margin)} ({_span(span, confidence)})"
-    m = entry.measurement
-    return Rejected(m.candidate, m.status, reason, m.accuracy, entry.us)
-
-
-def _barred(entry: _Entry, winner: _Entry | None, confidence: float) -> Rejected:
-    """An 8-bit-activation candidate that was not allowed, with what it would gain."""
-    reason = "not allowed (quantises activations to 8 bits)"
-    if winner is not None:
-        gain = winner.over(entry)
-        verb = "would gain" if gain.margin > 0 else "would gain nothing:"
-        reason += (
-            f"; {verb} {_percent(gain.margin)} ({_span(gain.interval(confidence), confidence)})"
-        )
-    m = entry.measurement
-    return Rejected(m.candidate, m.status, reason, m.accuracy, entry.us)
-
-
-def _why(
-    d: Decision, tied: Sequence[_Entry], unsettled: Sequence[_Entry], confidence: float
-) -> str:
-    at = f"{d.winner.key} takes {d.winner_us:.4g} us at {d.bucket.measured} tokens"
-    if d.runner_up is None or d.margin is None:
-        return f"{at} and is the only candidate that may be chosen"
-    span = _span(d.margin_interval, confidence)
-    versus = f"{d.runner_up.key} with {d.runner_up_us:.4g} us ({_percent(d.margin)}; {span})"
-    rivals = [e.candidate for e in tied if e.candidate != d.winner]
-    noisy = [e.candidate for e in unsettled]
-    if rivals:
-        own = {rival.backend for rival in rivals} == {d.winner.backend}
-        which = f"{len(tied)} of its settings" if own else str(len(tied))
-        named = "" if own or d.runner_up in rivals else f" with {_some(rivals)}"
-        text = f"{at}; tie of {which} within the noise{named}, next {versus}"
-        text += "; canonical order decided"
-    else:
-        text = f"{at}, {'looks ' if d.runner_up in noisy else ''}faster than {versus}"
-    if noisy:
-        looks, which = ("looks", "is") if len(noisy) == 1 else ("look", "are")
-        named = "" if noisy == [d.runner_up] else f" ({_some(noisy)})"
-        text += f"; {len(noisy)} that {looks} slower {which} not settled with the samples there are"
-        text += named
-    return text
-
-
-def _some(candidates: Sequence[Candidate]) -> str:
-    """The first ones by name: a sentence does not hold thirty settings."""
-    names = ", ".join(c.key for c in candidates[:NAMED])
-    more = len(candidates) - NAMED
-    return f"{names} and {more} more" if more > 0 else names
-
-
-def _default_kept(winner: _Entry, ranked: Sequence[_Entry]) -> str:
-    tuned = sum(e.candidate.backend == winner.candidate.backend for e in ranked) - 1
-    if not tuned:
-        return ""
-    return f"; its default settings are kept, none of {tuned} tuned ones is clearly faster"
-
-
-def _why_nothing(rejected: Sequence[Rejected]) -> str:
-    reasons = "; ".join(f"{r.candidate.key} {r.reason}" for r in rejected)
-    return f"nothing usable: none of {len(rejected)} candidates may be chosen ({reasons})"

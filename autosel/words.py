@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autosel.core import Candidate, Decision, Device, Problem, QuantScheme, Rejected
-from autosel.decide import TIED, UNSETTLED
+from autosel.decide_words import TIED, UNSETTLED
 
 
 def scheme_text(scheme: QuantScheme) -> str:

@@ -13,7 +13,7 @@ import pytest
 
 from autosel import figures, plots
 from autosel.core import Candidate, Decision, Rejected
-from autosel.decide import TIED, UNSETTLED
+from autosel.decide_words import TIED, UNSETTLED
 from autosel.errors import AutoselError
 from autosel.plots.budget import budget_data
 from autosel.plots.bytes import bytes_data

@@ -10,7 +10,8 @@ import pandas as pd
 
 from autosel import samples
 from autosel.core import Decision, Measurement
-from autosel.decide import TIE_LIMIT, TIED, UNSETTLED
+from autosel.decide import TIE_LIMIT
+from autosel.decide_words import TIED, UNSETTLED
 from autosel.evidence import Evidence
 from autosel.evidence import ratio as compared
 from autosel.plot_style import GREY, Caption, drawing

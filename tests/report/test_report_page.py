@@ -11,7 +11,7 @@ import pytest
 
 from autosel.cli.commands.explain import margin_text
 from autosel.core import Candidate, Device, Rejected
-from autosel.decide import UNSETTLED
+from autosel.decide_words import UNSETTLED
 from autosel.errors import AutoselError
 from autosel.report_data import report_data
 from autosel.report_page import inline_svg, page, write_report
