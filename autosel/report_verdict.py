@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
 from autosel.cli.text import percent_text, time_text, tokens_text
-from autosel.core import Decision
+from autosel.core import Decision, TokenBucket
 from autosel.evidence import Evidence
 from autosel.plots.speedup import speedup_data
 from autosel.safe_text import printable
@@ -66,10 +66,7 @@ def _margin(d: Decision) -> list[str]:
     rival = d.runner_up.backend
     if rival == d.winner.backend:
         rival = f"{rival} with other settings"
-    span = ""
-    if d.margin_interval is not None:
-        low, high = (percent_text(part) for part in d.margin_interval)
-        span = f" (95 % interval {low.removesuffix(' %')} to {high})"
+    span = _span(d.margin, d.margin_interval)
     following = f"The next best, {printable(rival)}, takes {_longer(d.margin)}{span}."
     if is_settled(d):
         return [following]
@@ -90,6 +87,17 @@ def _margin(d: Decision) -> list[str]:
 def _longer(margin: float) -> str:
     """``27.0 % longer``, or ``5.4 times as long`` from twice on."""
     return f"{percent_text(margin)} longer" if margin < 1 else f"{1 + margin:.3g} times as long"
+
+
+def _span(margin: float, interval: tuple[float, float] | None) -> str:
+    """The interval in the unit of :func:`_longer`."""
+    if interval is None:
+        return ""
+    if margin < 1:
+        low, high = (percent_text(part) for part in interval)
+        return f" (95 % interval {low.removesuffix(' %')} to {high})"
+    low, high = (f"{1 + part:.3g}" for part in interval)
+    return f" (95 % interval {low} to {high})"
 
 
 def _priority(one: Evidence, d: Decision) -> list[str]:
@@ -129,12 +137,19 @@ def _accuracy(d: Decision) -> list[str]:
 
 
 def _elsewhere(one: Evidence, d: Decision) -> str:
-    """Which other backends are chosen at other token counts."""
-    others: dict[str, list[str]] = {}
+    """Which other backends are chosen at other token counts; neighbouring buckets as one."""
+    others: dict[str, list[TokenBucket]] = {}
     for outcome in one.outcomes:
-        if isinstance(outcome, Decision) and outcome.winner.backend != d.winner.backend:
-            others.setdefault(outcome.winner.backend, []).append(outcome.bucket.label)
-    parts = [f"{printable(name)} at {', '.join(labels)}" for name, labels in others.items()]
+        if not isinstance(outcome, Decision) or outcome.winner.backend == d.winner.backend:
+            continue
+        known, bucket = others.setdefault(outcome.winner.backend, []), outcome.bucket
+        if known and known[-1].high == bucket.low - 1:
+            bucket = replace(known.pop(), high=bucket.high)
+        known.append(bucket)
+    parts = [
+        f"{printable(name)} at {', '.join(bucket.label for bucket in buckets)}"
+        for name, buckets in others.items()
+    ]
     return f"At other token counts: {'; '.join(parts)} tokens." if parts else ""
 
 

@@ -4,6 +4,7 @@ import base64
 import hashlib
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -55,6 +56,30 @@ def test_the_summary_says_what_to_use_why_and_how_to_check_it():
     assert "Test GPU" in told.device
 
 
+def test_other_token_counts_are_told_by_runs_and_large_margins_as_times():
+    buckets = [(1, 1), (2, 5), (6, 11), (12, 22), (23, None)]
+    winners = ("humming", "humming", "marlin", "wna16_tiled", "humming")
+    rows, decisions = [], []
+    for (low, high), name in zip(buckets, winners, strict=True):
+        rows.append(row(name, low, 10.0))
+        rival = Candidate("emulation")
+        made = decided(rows[-1], low, high, runner_up=rival)
+        decisions.append(replace(made, margin=1.52, margin_interval=(1.417, 1.621)))
+    told = verdict(evidence(rows, decisions), 12)
+    assert told.why[0] == (
+        "The next best, emulation, takes 2.52 times as long (95 % interval 2.42 to 2.62)."
+    )
+    assert told.why[-1] == "At other token counts: humming at 1-5, 23+; marlin at 6-11 tokens."
+
+
+def test_many_layers_have_a_list_of_links():
+    many = [measured(f"layer {n}") for n in range(6)]
+    seen = Loads()
+    seen.feed(page(many, title="t"))
+    assert {f"#layer-{n}" for n in range(1, 7)} <= set(seen.addresses)
+    assert {f"layer-{n}" for n in range(1, 7)} <= set(seen.ids)
+
+
 def test_a_tie_and_a_missing_answer_are_said():
     told = verdict(measured(), 1)
     assert not told.settled
@@ -100,8 +125,6 @@ def test_certificates_are_shown_where_they_are_kept():
         cases=(CertifiedCase("one hot", 16, "one_hot", 0.5, True),), score=0.5,
         properties=tuple((name, name == "deterministic") for name in PROPERTIES),
     )  # fmt: skip
-    from dataclasses import replace
-
     found = replace(measured(), certificates=(item,))
     (table,) = [t for t in report_data([found], title="", made="").tables
                 if t.id == "certificates"]  # fmt: skip
