@@ -173,7 +173,10 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize("first", [True, False], ids=["bad first", "bad last"])
-def test_every_fault_is_a_row_with_its_reason_and_harms_no_other(name: str, first: bool) -> None:
+def test_every_fault_is_a_row_with_its_reason_and_harms_no_other(
+    name: str, first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge_one_case(monkeypatch)
     options, status, words = FAULTS[name]
     clock = Clock()
     bad = FakeBackend(clock, 1.0, **options)
