@@ -7,7 +7,7 @@ option in the last line does not show after an hour.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,10 @@ from click.core import ParameterSource
 from autosel import registry
 from autosel.cli.commands.sweep import command
 from autosel.cli.options import LayerOptions
-from autosel.cli.target import check_routing, resolve
+from autosel.cli.target import Target, check_routing, resolve
 from autosel.core import Device, Problem
 from autosel.errors import AutoselError, field_error
+from autosel.sources import WeightSource
 from autosel.store import Store
 from autosel.tune_types import SweepSettings
 
@@ -100,7 +101,13 @@ def read_lines(path: Path) -> list[Line]:
     return lines
 
 
-def _line(words: tuple[str, ...], where: str) -> Line:
+def layer_sources(words: Sequence[str], where: str) -> tuple[WeightSource, ...]:
+    """The weights of each layer that a sweep's words mean; AutoselError for what is no sweep."""
+    return tuple(layer.source for layer in _meaning(tuple(words), where)[1].layers)
+
+
+def _meaning(words: tuple[str, ...], where: str) -> tuple[dict[str, Any], Target]:
+    """A sweep's options and what it is a sweep of."""
     try:
         context = command.make_context("autosel sweep", list(words))
         given = context.params
@@ -109,11 +116,19 @@ def _line(words: tuple[str, ...], where: str) -> Line:
         options = LayerOptions(**{item.name: given[item.name] for item in fields(LayerOptions)})
         target = resolve(given["target"], options)
         check_routing(given["routing"], target)
-        backends = [registry.get(name).name for name in given["backends"]]
     except click.exceptions.Exit:
         raise AutoselError(field_error(where, "option", "--help", "a sweep")) from None
     except click.ClickException as error:
         raise AutoselError(f"{where}: {' '.join(error.format_message().split())}") from None
+    except AutoselError as error:
+        raise AutoselError(f"{where}: {error}") from None
+    return given, target
+
+
+def _line(words: tuple[str, ...], where: str) -> Line:
+    given, target = _meaning(words, where)
+    try:
+        backends = [registry.get(name).name for name in given["backends"]]
     except AutoselError as error:
         raise AutoselError(f"{where}: {error}") from None
     budget = given["budget"]

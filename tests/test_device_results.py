@@ -24,7 +24,7 @@ from autosel.errors import AutoselError
 from autosel.evidence import preset_target
 from autosel.packs import content, places
 from autosel.store import Store
-from bench import device_results, results_index
+from bench import device_results, remeasure, results_index
 from bench.device_results_export import export, read_environment
 from bench.device_results_lines import read_lines
 from bench.device_results_sweep import Runner, Slot
@@ -579,6 +579,14 @@ def test_from_a_file_of_sweeps_to_an_answer(tmp_path, monkeypatch, capsys):
     assert "skipped" in capsys.readouterr().out
     folder = tmp_path / "results" / "here"
     assert device_results.main(["export", "--db", str(db), "-o", str(folder)]) == 0
+    again = tmp_path / "again.csv"
+    monkeypatch.setattr(remeasure, "QUIET_S", 0.0)
+    assert remeasure.main([str(folder), "-o", str(again)]) == 0
+    (result,) = remeasure.read(again)
+    assert {result.winner.split("[")[0], result.runner_up.split("[")[0]} == {
+        "emulation", "torch_int4",
+    }  # fmt: skip
+    assert "unsupported" not in result.note
     (pack,) = (folder / "packs").iterdir()
     monkeypatch.setattr(places, "built_in", lambda: (pack,))
     monkeypatch.setenv("AUTOSEL_DB", str(tmp_path / "nobody.db"))
