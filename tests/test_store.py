@@ -1017,7 +1017,7 @@ CROWD = """
                 os.write(log, f"{name} {n}\\n".encode())
     running, started = {}, 0
     log = os.open(path + ".log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    end = time.monotonic() + 12
+    end = time.monotonic() + 7
     while time.monotonic() < end:
         while len(running) < 32:
             started += 1

@@ -113,7 +113,8 @@ def _both(path: str, number: int) -> None:
 def test_studies_and_measurements_are_written_at_the_same_time(tmp_path) -> None:
     """Three processes, each 20 measurements and a study: all are there and the file is sound."""
     path = str(tmp_path / "a.db")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # one imports for all
+    context.set_forkserver_preload([__name__])
     processes = [context.Process(target=_both, args=(path, number)) for number in range(3)]
     for process in processes:
         process.start()

@@ -45,7 +45,7 @@ def main(rank: int, size: int, rendezvous: str, root: str, answer: str) -> None:
         timeout=timedelta(seconds=120),
     )
     found = {}
-    for path, index in layers_of(Path(root)):
+    for path, index in layers_of(Path(root))[:: 2 if size == 4 else 1]:
         expected = load_file(path / "expected" / "expected.safetensors")
         at = f"layers.{index}."
         call = expected[at + "input"], expected[at + "topk_ids"], expected[at + "topk_weights"]

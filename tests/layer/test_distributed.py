@@ -24,7 +24,9 @@ pytestmark = [
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_groups_sum_equals_the_uncut_layer(size, tmp_path, carried_dir):
-    """On the checkpoints of a clone; test_split.py cuts each that there is, without processes."""
+    """On a clone's checkpoints, four ranks on every second; test_split.py, without processes, on
+    each that there is.
+    """
     rendezvous, answer = tmp_path / "rendezvous", tmp_path / "answer.json"
     words = [str(size), str(rendezvous), str(carried_dir), str(answer)]
     with subprocess.Popen(
