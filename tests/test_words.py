@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from autosel.core import Candidate, Decision, Problem, QuantScheme, Rejected, TokenBucket
-from autosel.decide import SLOWER, TIED, UNSETTLED
+from autosel.decide_words import SLOWER, TIED, UNSETTLED
 from autosel.words import is_settled, open_rivals, settled_text
 
 SCHEME = QuantScheme(4, 32, True)
