@@ -5,8 +5,9 @@
 A cell is a layer at one token count. Its winner and its runner-up are packed, verified and raced
 anew, on the same made-up weights and routing, as a sweep would (candidates run in a worker
 process). A cell agrees where the 95 % interval of "the runner-up takes so much longer" overlaps the
-one that ships, and is ``unknown`` where the new samples give no interval. Every cell is a line of
-the file as soon as it is there; the same command with the same file goes on where it was stopped.
+one that ships, and is ``unknown`` where the new samples give no interval or one of the two cannot
+run here. Every cell is a line of the file as soon as it is there; the same command with the same
+file goes on where it was stopped and tries again what is unknown (a cell's last line counts).
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ from bench.device_results_lines import layer_sources
 
 #: Seconds to wait for others to leave the processors, where calls run on them.
 QUIET_S = 60.0
+#: Seconds of a candidate: 20 rounds, where a sweep's 2.5 are a handful of long calls.
+LIMIT_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -113,16 +116,20 @@ def measure(layer: Sequence[Cell], source: WeightSource, device: Device) -> Iter
     counts = tuple(cell.tokens for cell in layer)
     settings = SweepSettings(
         token_counts=counts, routing=first.decision.routing, seed=first.seed,
-        timing=TimingSettings(race=False, rounds=20, wait_quiet_s=QUIET_S),
+        timing=TimingSettings(race=False, rounds=20, limit_s=LIMIT_S, wait_quiet_s=QUIET_S),
     )  # fmt: skip
     timer = timer_for(device, settings.timing)
     bench = bench_for(source, settings, device, counts, timer, Observer(), isolate=True)
     try:
         for cell in layer:
             rows = []
-            for known in (cell.decision.winner, cell.rival):
-                made = bench.candidate(registry.get(known.backend), known.params_dict)
-                rows.append(bench.attempt(made, cell.tokens))
+            try:
+                for known in (cell.decision.winner, cell.rival):
+                    made = bench.candidate(registry.get(known.backend), known.params_dict)
+                    rows.append(bench.attempt(made, cell.tokens))
+            except AutoselError as error:  # a backend that is not installed here
+                yield _result(cell, "unknown", (math.nan,) * 4, " ".join(str(error).split()))
+                continue
             if all(row.status == "ok" for row in rows):
                 rows = bench.time(rows, settings.timing, cell.tokens)
             yield judged(cell, rows)
@@ -197,7 +204,7 @@ def summary(results: Sequence[Result]) -> str:
         f"{kept} of {len(known)}: the winner is not shown to be slower than the runner-up",
     ]
     if len(known) < len(results):
-        lines.append(f"{len(results) - len(known)} cells: too few undisturbed samples to tell")
+        lines.append(f"{len(results) - len(known)} cells: not known (see the notes)")
     if ratios:
         lines.append(
             f"the winner's time over what ships: {geometric_mean(ratios):.3f} in the geometric "
@@ -227,7 +234,8 @@ def run(folder: Path, out: Path, share: float, seed: int, deadline_s: float | No
     done = {(result.layer, result.tokens): result for result in read(out)}
     device = detect()
     for name in dict.fromkeys(cell.layer for cell in wanted):
-        left = [c for c in wanted if c.layer == name and (c.layer, c.tokens) not in done]
+        known = {key for key, result in done.items() if result.agrees != "unknown"}
+        left = [c for c in wanted if c.layer == name and (c.layer, c.tokens) not in known]
         if not left or (deadline_s and time.monotonic() - began > deadline_s):
             continue
         if left[0].device.name != device.name:
