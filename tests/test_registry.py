@@ -194,3 +194,20 @@ def test_two_entry_points_of_one_name_keep_one(monkeypatch, backend_folder):
     plugin(monkeypatch, ("fake_for_registry", f"{__name__}:Fake"), ("fake_for_registry", "z:Z"))
     with pytest.warns(RuntimeWarning, match="z:Z is left out"):
         assert registry.names().count(Fake.name) == 1
+
+
+def test_installed_packages_are_read_once_for_a_search_path(monkeypatch):
+    """Grading a pack asks for all backends; sixty layers of a model would take half a second."""
+    reads = []
+
+    def read(group):
+        reads.append(group)
+        return ()
+
+    monkeypatch.setattr(registry, "entry_points", read)
+    for _ in range(3):
+        registry.names()
+    assert len(reads) == 1
+    monkeypatch.syspath_prepend("/no/such/folder")
+    registry.names()
+    assert len(reads) == 2
