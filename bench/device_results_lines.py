@@ -107,15 +107,16 @@ def layer_sources(words: Sequence[str], where: str) -> tuple[WeightSource, ...]:
 
 
 def _meaning(words: tuple[str, ...], where: str) -> tuple[dict[str, Any], Target]:
-    """A sweep's options and what it is a sweep of."""
+    """A sweep's options, backends by their own names, and what it is a sweep of."""
     try:
         context = command.make_context("autosel sweep", list(words))
-        given = context.params
+        given = dict(context.params)
         if context.get_parameter_source("db") is ParameterSource.COMMANDLINE:
             raise AutoselError("--db: found in the line, expected beside the file")
         options = LayerOptions(**{item.name: given[item.name] for item in fields(LayerOptions)})
         target = resolve(given["target"], options)
         check_routing(given["routing"], target)
+        given["backends"] = [registry.get(name).name for name in given["backends"]]
     except click.exceptions.Exit:
         raise AutoselError(field_error(where, "option", "--help", "a sweep")) from None
     except click.ClickException as error:
@@ -127,13 +128,9 @@ def _meaning(words: tuple[str, ...], where: str) -> tuple[dict[str, Any], Target
 
 def _line(words: tuple[str, ...], where: str) -> Line:
     given, target = _meaning(words, where)
-    try:
-        backends = [registry.get(name).name for name in given["backends"]]
-    except AutoselError as error:
-        raise AutoselError(f"{where}: {error}") from None
     budget = given["budget"]
     asked = {
-        "backends": backends,
+        "backends": given["backends"],
         "allow_a8": given["allow_a8"],
         "require": list(given["require"]),
         "trials": budget.trials if budget and budget.trials else given["trials"],

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
+from statistics import geometric_mean
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
@@ -15,9 +15,8 @@ def table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
 
 def ratio_row(device: str, what: str, ratios: Sequence[float]) -> tuple[object, ...]:
     """Count, geometric mean, least, most, and how many are 2 % and more to either side of 1."""
-    mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     return (
-        device, what, len(ratios), ratio_text(mean), ratio_text(min(ratios)),
+        device, what, len(ratios), ratio_text(geometric_mean(ratios)), ratio_text(min(ratios)),
         ratio_text(max(ratios)), sum(r > 1.02 for r in ratios), sum(r < 0.98 for r in ratios),
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from autosel.store import Store
 from autosel.timing import TimingSettings
 from autosel.tune_types import SweepSettings
 from tests.fakes import judge_one_case, prove_quickly
+from tests.threads import one_thread
 
 EXAMPLE = "ct-w4-g128-sym-mixtral"
 SHORT = SweepSettings(timing=TimingSettings(rounds=2, samples_per_round=2, limit_s=0.05))
@@ -32,10 +33,8 @@ HERE = replace(SHORT, isolate=False)
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Tiny matrices: a second thread only waits, for milliseconds when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 @pytest.fixture

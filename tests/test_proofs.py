@@ -12,6 +12,7 @@ from autosel.store import Store
 from autosel.verify_cases import TOKEN_COUNTS, full_token_counts
 from tests.fakes import CPU, PROBLEM, Clock, FakeBackend, registered
 from tests.test_tune import Log, run
+from tests.threads import one_thread
 
 #: A token count that only the full set has.
 FULL_ONLY = next(m for m in full_token_counts((4,)) if m not in (*TOKEN_COUNTS, 4))
@@ -19,10 +20,8 @@ FULL_ONLY = next(m for m in full_token_counts((4,)) if m not in (*TOKEN_COUNTS, 
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 def wrong_in_full(x: torch.Tensor, out: torch.Tensor, packed: PackedExperts) -> None:

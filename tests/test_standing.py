@@ -35,6 +35,7 @@ from tests.fakes import (
     registered,
 )
 from tests.test_plans import GPU, row
+from tests.threads import one_thread
 
 QUICK = TimingSettings(rounds=3, samples_per_round=4)
 NO = Support.no(Reason("compiler", "none", "a C++ compiler"))
@@ -45,10 +46,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The full set takes longer than all that is asked here; tiny tensors need one thread."""
     prove_quickly(monkeypatch)
     judge_one_case(monkeypatch)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 class Log(Observer):

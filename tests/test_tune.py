@@ -46,6 +46,7 @@ from tests.fakes import (
     prove_quickly,
     registered,
 )
+from tests.threads import one_thread
 
 QUICK = TimingSettings(rounds=3, samples_per_round=4)
 
@@ -53,10 +54,8 @@ QUICK = TimingSettings(rounds=3, samples_per_round=4)
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
     """Tiny tensors: a second thread only waits, for milliseconds when the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(autouse=True)

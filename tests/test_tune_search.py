@@ -31,6 +31,7 @@ from tests.fakes import (
     registered,
 )
 from tests.test_tune import run
+from tests.threads import one_thread
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +39,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """What is tried is asked here, not how it is judged; tiny tensors need one thread."""
     prove_quickly(monkeypatch)
     judge_one_case(monkeypatch)
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 LINE = Space({"n": 0}, {"n": tuple(range(60))})

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from autosel import registry
 from autosel.checkpoint import Checkpoint
 from autosel.device import detect
 from autosel.errors import UnsupportedError
 from autosel.verify import make_cases, verify_candidate
+from tests.threads import one_thread
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread():
+    with one_thread():
+        yield
 
 
 def test_every_backend_on_every_layer(checkpoint):

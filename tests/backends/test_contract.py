@@ -22,6 +22,7 @@ from autosel.routing import make_routing
 from autosel.sources import RandomSource
 from autosel.verify import compare, verify_candidate
 from autosel.verify_cases import make_cases
+from tests.threads import one_thread
 
 NAMES = registry.names()
 
@@ -192,12 +193,10 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def _one_thread():
     """Small matrices on many threads measure the barrier; one test below varies the threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 def supported_by(name):

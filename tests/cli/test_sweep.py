@@ -1,7 +1,6 @@
 """``sweep`` with real weights and scripted backends."""
 
 import pytest
-import torch
 
 from autosel import registry
 from autosel.backends.emulation import Emulation
@@ -9,6 +8,7 @@ from autosel.core import Reason, Support
 from autosel.interfaces import Space
 from autosel.store import Store
 from tests.fakes import judge_one_case, prove_quickly
+from tests.threads import one_thread
 
 
 class Plain(Emulation):
@@ -69,12 +69,10 @@ def example(get_checkpoint):
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def _one_thread():
     """Threads of one small matmul wait for each other; on a busy machine that is all they do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 #: In this process: starting another one takes seconds, and the tests of it have their own file.

@@ -24,6 +24,7 @@ from autosel.tune import sweep
 from autosel.tune_types import Observer, SweepResult, SweepSettings
 from autosel.worker_limits import StepLimits
 from tests.fakes import PROBLEM
+from tests.threads import one_thread
 from tests.worker import misbehaving as m
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers need sessions of processes")
@@ -38,10 +39,8 @@ QUICK = TimingSettings(rounds=2, samples_per_round=3, flush_bytes=1 << 20, race=
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 def run(
