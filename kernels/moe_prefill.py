@@ -1,5 +1,5 @@
 # ruff: noqa: RUF005, B007 (the device language wants both branches, and no stars)
-"""Prefill on Hopper, in Gluon: int4 grouped GEMM with the operands' layouts written out.
+"""Prefill on Hopper, in Gluon: grouped GEMM with the operands' layouts written out.
 
 One program = BN rows of one expert times one block of its tokens. Per step of BK inputs: words go
 from shared memory to registers, are unpacked there as the A operand of wgmma, and meet the tokens
@@ -15,6 +15,8 @@ What the design answers to, with the numbers of the H200:
 * Token counts are not multiples of 128. ``CLASSES`` lists the widths a block may take, each one or
   two wgmma tiles over the same A registers ("64+16"): 70 tokens cost 80 columns instead of 128.
 * Activations lie in sorted order, so the down projection and both epilogues need no index.
+* K is rarely a multiple of the ring. The last round then multiplies zeros: 1,408 inputs in rounds
+  of 256 cost 24 steps instead of 22.
 * Short K (down projection of tensor-parallel ranks): ROWS keeps the tokens in shared memory and
   lets the program walk row tiles instead of inputs.
 * Weights, and the block list, do not depend on the previous kernel: the down projection loads
@@ -38,13 +40,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from autosel.kernels.wna16_dequant import (
     _prepare_asm,
     _word_asm,
+    accumulator_scale,
     groups_in_tile,
     tiles_in_group,
 )
 
 # Triton 3.7 renamed it.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-SCALE = gl.constexpr(2.0**60)  # the unpacked weights are 2^-60 times too small
 
 
 # ------------------------------------------------------------------ layouts
@@ -59,27 +61,46 @@ def _bases(size, axis, rank):
 
 
 @gluon.constexpr_function
-def words_layout(R, C, NW):
-    """[R, C, 128] words: 4 neighbours a lane, lanes along the tile, warps along row tiles."""
+def words_layout(R, C, BITS, NW):
+    """[R, C, 32 BITS] words: BITS neighbours a lane, lanes along the tile, warps along row
+    tiles."""
     rows = _bases(R, 0, 3)
     warps = rows[: NW.bit_length() - 1]
     warps += [[0, 0, 0]] * (NW.bit_length() - 1 - len(warps))
-    reg = _bases(4, 2, 3) + _bases(C, 1, 3) + rows[NW.bit_length() - 1 :]
-    lane = [[0, 0, 4 << i] for i in range(5)]
-    return gl.DistributedLinearLayout(reg, lane, warps, [], [R, C, 128])
+    reg = _bases(BITS, 2, 3) + _bases(C, 1, 3) + rows[NW.bit_length() - 1 :]
+    lane = [[0, 0, BITS << i] for i in range(5)]
+    return gl.DistributedLinearLayout(reg, lane, warps, [], [R, C, 32 * BITS])
 
 
 @gluon.constexpr_function
-def split_layout(R, NC, CC, JG, JJ, NW):
-    """The same words as [R, NC, CC, 8 g, 4 t, JG, JJ]."""
-    rows = _bases(R, 0, 7)
+def split_shape(R, NC, CC, JG, JJ, BITS):
+    """The words of a step by what they hold: 8 rows g, 4 lanes t of them, JG x JJ steps of 16
+    inputs, and with 8 bits two words for each."""
+    return [R, NC, CC, 8, 4, JG, JJ] + ([2] if BITS == 8 else [])
+
+
+@gluon.constexpr_function
+def split_layout(R, NC, CC, JG, JJ, BITS, NW):
+    """The same words as :func:`split_shape`."""
+    rank = 7 if BITS == 4 else 8
+    rows = _bases(R, 0, rank)
     warps = rows[: NW.bit_length() - 1]
-    warps += [[0] * 7] * (NW.bit_length() - 1 - len(warps))
-    reg = _bases(JJ, 6, 7) + _bases(JG, 5, 7) + _bases(CC, 2, 7) + _bases(NC, 1, 7)
-    lane = _bases(4, 4, 7) + _bases(8, 3, 7)
+    warps += [[0] * rank] * (NW.bit_length() - 1 - len(warps))
+    reg = _bases(JJ, 6, rank) + _bases(JG, 5, rank) + _bases(CC, 2, rank) + _bases(NC, 1, rank)
+    if BITS == 8:
+        reg = _bases(2, 7, rank) + reg
+    lane = _bases(4, 4, rank) + _bases(8, 3, rank)
     return gl.DistributedLinearLayout(
-        reg + rows[NW.bit_length() - 1 :], lane, warps, [], [R, NC, CC, 8, 4, JG, JJ]
+        reg + rows[NW.bit_length() - 1 :], lane, warps, [], split_shape(R, NC, CC, JG, JJ, BITS)
     )
+
+
+@gluon.constexpr_function
+def pairs_layout(split, BITS):
+    """Scale pairs [R, NC, 8 g, JG] beside the words that they scale."""
+    if BITS == 8:
+        split = gl.SliceLayout(7, split)
+    return gl.SliceLayout(2, gl.SliceLayout(4, gl.SliceLayout(6, split)))
 
 
 @gluon.constexpr_function
@@ -109,36 +130,54 @@ def _gdc(WAIT: gl.constexpr):
 
 
 @gluon.jit
-def _spread(v):
-    return gl.expand_dims(gl.expand_dims(gl.expand_dims(v, 2), 4), 6)
+def _spread(v, BITS: gl.constexpr):
+    v = gl.expand_dims(gl.expand_dims(gl.expand_dims(v, 2), 4), 6)
+    return gl.expand_dims(v, 7) if BITS == 8 else v
 
 
 @gluon.jit
-def _unpack(p, s, R: gl.constexpr, C: gl.constexpr, NC: gl.constexpr, CC: gl.constexpr,
-            JG: gl.constexpr, JJ: gl.constexpr, L7: gl.constexpr,
-            a_lay: gl.constexpr):  # fmt: skip
-    """Words [R, C, 128] and scale pairs [R, NC, 8, JG] to the A operand [16 R, 64 C]."""
-    f0, f1, o0, o1 = gl.inline_asm_elementwise(
-        _prepare_asm(4, True, False), "=&r,=&r,=&r,=&r,r", [s],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
-    p = gl.convert_layout(gl.reshape(p, [R, NC, CC, 8, 4, JG, JJ]), L7, assert_trivial=True)
-    a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
-        _word_asm(4, True, False), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r",
-        [p, _spread(f0), _spread(f1), _spread(o0), _spread(o1)],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16,
-               gl.bfloat16, gl.bfloat16), is_pure=True, pack=1)  # fmt: skip
-    first = gl.join(gl.join(a0, a1), gl.join(b0, b1))
-    second = gl.join(gl.join(c0, c1), gl.join(d0, d1))
-    y = gl.join(first, second)  # R NC CC g t JG JJ p i0 i1
-    y = gl.permute(y, [0, 8, 3, 1, 2, 5, 6, 9, 4, 7])  # R i0 g NC CC JG JJ i1 t p
-    return gl.convert_layout(gl.reshape(y, [R * 16, C * 64]), a_lay, assert_trivial=True)
+def _unpack(p, s, z, R: gl.constexpr, C: gl.constexpr, NC: gl.constexpr, CC: gl.constexpr,
+            JG: gl.constexpr, JJ: gl.constexpr, BITS: gl.constexpr, SYM: gl.constexpr,
+            FP16: gl.constexpr, split: gl.constexpr, a_lay: gl.constexpr):  # fmt: skip
+    """Words [R, C, 32 BITS] and pairs of scales and zero points [R, NC, 8, JG] to the A operand
+    [16 R, 64 C]. The steps are those of :mod:`autosel.kernels.wna16_dequant`."""
+    D: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
+    if SYM:
+        f0, f1, o0, o1 = gl.inline_asm_elementwise(
+            _prepare_asm(BITS, SYM, FP16), "=&r,=&r,=&r,=&r,r", [s],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+    else:
+        f0, f1, o0, o1 = gl.inline_asm_elementwise(
+            _prepare_asm(BITS, SYM, FP16), "=&r,=&r,=&r,=&r,r,r", [s, z],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1)  # fmt: skip
+    p = gl.convert_layout(
+        gl.reshape(p, split_shape(R, NC, CC, JG, JJ, BITS)), split, assert_trivial=True
+    )
+    sources = [p, _spread(f0, BITS), _spread(f1, BITS), _spread(o0, BITS), _spread(o1, BITS)]
+    if BITS == 4:
+        a0, a1, b0, b1, c0, c1, d0, d1 = gl.inline_asm_elementwise(
+            _word_asm(BITS, SYM, FP16), "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r,r,r", sources,
+            dtype=(gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16, gl.int16),
+            is_pure=True, pack=1)  # fmt: skip
+        first = gl.join(gl.join(a0, a1), gl.join(b0, b1))
+        second = gl.join(gl.join(c0, c1), gl.join(d0, d1))
+        y = gl.join(first, second)  # R NC CC g t JG JJ p i0 i1
+        y = gl.permute(y, [0, 8, 3, 1, 2, 5, 6, 9, 4, 7])  # R i0 g NC CC JG JJ i1 t p
+    else:
+        a0, a1, b0, b1 = gl.inline_asm_elementwise(
+            _word_asm(BITS, SYM, FP16), "=h,=h,=h,=h,r,r,r,r,r", sources,
+            dtype=(gl.int16, gl.int16, gl.int16, gl.int16), is_pure=True, pack=1)  # fmt: skip
+        y = gl.join(gl.join(a0, a1), gl.join(b0, b1))  # R NC CC g t JG JJ i1 p i0
+        y = gl.permute(y, [0, 9, 3, 1, 2, 5, 6, 7, 4, 8])
+    y = gl.reshape(y, [R * 16, C * 64]).to(D, bitcast=True)
+    return gl.convert_layout(y, a_lay, assert_trivial=True)
 
 
 @gluon.jit
 def _store(acc, out_ptr, start, end, rt, NR: gl.constexpr, T: gl.constexpr, BN: gl.constexpr,
            UP: gl.constexpr, NW: gl.constexpr):  # fmt: skip
     """Accumulators [BN, T] to rows start .. of out; UP applies SiLU(gate) * up first."""
-    acc = acc * SCALE
+    acc = acc * accumulator_scale(out_ptr.dtype.element_ty == gl.float16, True)
     R: gl.constexpr = BN // 16
     HALF: gl.constexpr = 2 if UP else 1
     ROWS: gl.constexpr = BN // HALF
@@ -147,7 +186,7 @@ def _store(acc, out_ptr, start, end, rt, NR: gl.constexpr, T: gl.constexpr, BN: 
     if UP:
         g, u = gl.split(gl.permute(gl.reshape(acc, [R, 2, 8, T]), [0, 2, 3, 1]))
         acc = gl.reshape(g / (1.0 + gl.exp(-g)) * u, [ROWS, T])
-    h = gl.convert_layout(acc.to(gl.bfloat16), lay)
+    h = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), lay)
     j = start + gl.arange(0, T, gl.SliceLayout(0, lay))
     n = rt * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, lay))
     pointers = out_ptr + j.to(gl.int64)[None, :] * (NR // HALF) + n[:, None]
@@ -168,34 +207,38 @@ def _token_rows(sorted_ptr, start, end, T: gl.constexpr, K: gl.constexpr, BK: gl
 
 
 @gluon.jit
-def _refill(wsm, ssm, xsm, ysm, wp, sp, xp, yp, xm, ym, group0, more, NEXT: gl.constexpr,
-            K: gl.constexpr, GROUP: gl.constexpr, R: gl.constexpr, C: gl.constexpr,
-            NC: gl.constexpr, JG: gl.constexpr, BK: gl.constexpr, T1: gl.constexpr,
-            ROWS: gl.constexpr, STAGES: gl.constexpr, w_lay: gl.constexpr,
+def _refill(wsm, ssm, zsm, xsm, ysm, wp, sp, zp, xp, yp, xm, ym, group0, more,
+            NEXT: gl.constexpr, K: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
+            SYM: gl.constexpr, R: gl.constexpr, C: gl.constexpr, NC: gl.constexpr,
+            JG: gl.constexpr, BK: gl.constexpr, T1: gl.constexpr, ROWS: gl.constexpr,
+            STAGES: gl.constexpr, TAIL: gl.constexpr, w_lay: gl.constexpr,
             sc_lay: gl.constexpr):  # fmt: skip
     """Start the copies of step NEXT, counted from the start of this round. From STAGES on it
-    belongs to the next round, which exists if ``more``."""
+    belongs to the next round, and where TAIL steps make the last round it may be none of K's:
+    then it exists if ``more``, and where it does not, zeros are written."""
     slot: gl.constexpr = NEXT % STAGES
     wrap: gl.constexpr = NEXT >= STAGES
     if ROWS:
         row: gl.constexpr = R if wrap else 0
-        wn = wp + (row * (K * 2) + slot * (BK * 2))
-        sn = sp + (row * (K // GROUP * 8) + slot * BK // GROUP * 8)
+        wn = wp + (row * (K * BITS // 2) + slot * (BK * BITS // 2))
+        pair = row * (K // GROUP * 8) + slot * BK // GROUP * 8
     else:
-        wn = wp + NEXT * (BK * 2)
-        sn = sp + (group0 * 8 + NEXT * BK // GROUP * 8)
-    if wrap:
-        async_copy.async_copy_global_to_shared(
-            wsm[slot], wn, mask=gl.full([R, C, 128], 1, gl.int1, w_lay) & more
-        )
-        async_copy.async_copy_global_to_shared(
-            ssm[slot], sn, mask=gl.full([R, NC, JG, 8], 1, gl.int1, sc_lay) & more
-        )
+        wn = wp + NEXT * (BK * BITS // 2)
+        pair = group0 * 8 + NEXT * BK // GROUP * 8
+    if wrap or TAIL > 0:
+        wm = gl.full([R, C, 32 * BITS], 1, gl.int1, w_lay) & more
+        pm = gl.full([R, NC, JG, 8], 1, gl.int1, sc_lay) & more
+        async_copy.async_copy_global_to_shared(wsm[slot], wn, mask=wm)
+        async_copy.async_copy_global_to_shared(ssm[slot], sp + pair, mask=pm)
+        if not SYM:
+            async_copy.async_copy_global_to_shared(zsm[slot], zp + pair, mask=pm)
         xm = xm & more
         ym = ym & more
     else:
         async_copy.async_copy_global_to_shared(wsm[slot], wn)
-        async_copy.async_copy_global_to_shared(ssm[slot], sn)
+        async_copy.async_copy_global_to_shared(ssm[slot], sp + pair)
+        if not SYM:
+            async_copy.async_copy_global_to_shared(zsm[slot], zp + pair)
     if not ROWS:
         async_copy.async_copy_global_to_shared(xsm[slot], xp + NEXT * BK, mask=xm)
         if T1 > 0:
@@ -204,11 +247,13 @@ def _refill(wsm, ssm, xsm, ysm, wp, sp, xp, yp, xm, ym, group0, more, NEXT: gl.c
 
 
 @gluon.jit
-def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.constexpr,
-          NR: gl.constexpr, GROUP: gl.constexpr, UP: gl.constexpr, XDIV: gl.constexpr,
-          T0: gl.constexpr, T1: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-          RT: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, NW: gl.constexpr,
-          PDL: gl.constexpr):  # fmt: skip
+def _tile(x_ptr, w_ptr, s_ptr, z_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.constexpr,
+          NR: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr, SYM: gl.constexpr,
+          UP: gl.constexpr, XDIV: gl.constexpr, T0: gl.constexpr, T1: gl.constexpr,
+          BN: gl.constexpr, BK: gl.constexpr, RT: gl.constexpr, STAGES: gl.constexpr,
+          LATE: gl.constexpr, NW: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    FP16: gl.constexpr = x_ptr.dtype.element_ty == gl.float16
+    D: gl.constexpr = gl.float16 if FP16 else gl.bfloat16
     R: gl.constexpr = BN // 16
     C: gl.constexpr = BK // 64
     CC: gl.constexpr = tiles_in_group(GROUP, C)
@@ -221,40 +266,45 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
     # before it copies (LATE), one step later.
     AHEAD: gl.constexpr = STAGES - 1 if LATE else STAGES - 2
     ROWS: gl.constexpr = RT > 1
-    ROUNDS: gl.constexpr = RT if ROWS else NIT // STAGES
+    ROUNDS: gl.constexpr = RT if ROWS else (NIT + STAGES - 1) // STAGES
+    TAIL: gl.constexpr = 0 if ROWS else NIT % STAGES  # steps of a last round that is no whole one
     gl.static_assert(
         ROWS or STAGES * BK % GROUP == 0 or GROUP % (STAGES * BK) == 0, "a round cuts a group"
     )
-    gl.static_assert(ROWS or NIT % STAGES == 0, "K must be a multiple of BK * STAGES")
+    gl.static_assert(ROWS or NIT >= STAGES, "K must be at least BK * STAGES")
     mma0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, T0, 16])
     a0_lay: gl.constexpr = gl.DotOperandLayout(0, mma0, 2)
-    L3: gl.constexpr = words_layout(R, C, NW)
-    L7: gl.constexpr = split_layout(R, NC, CC, JG, JJ, NW)
-    s_lay: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, gl.SliceLayout(6, L7)))
+    WORDS: gl.constexpr = 32 * BITS  # of 16 rows x 64 inputs
+    words: gl.constexpr = words_layout(R, C, BITS, NW)
+    split: gl.constexpr = split_layout(R, NC, CC, JG, JJ, BITS, NW)
+    s_lay: gl.constexpr = pairs_layout(split, BITS)
     x_lay: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BK, BK // 8], [NW, 1], [1, 0])
     w_lay: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 1, 32], [NW, 1, 1], [2, 1, 0])
     sc_lay: gl.constexpr = gl.BlockedLayout(
         [1, 1, 1, 4], [16 // NG, NC, JG, 2], [NW, 1, 1, 1], [3, 2, 1, 0])  # fmt: skip
-    xs_lay: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T0, BK], gl.bfloat16)
+    xs_lay: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T0, BK], D)
     ws_lay: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
     ss_lay: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])
     xsm = ()  # one buffer a stage: Triton then sees that a step's copies and loads never meet
     wsm = ()
     ssm = ()
+    zsm = ()
     for i in gl.static_range(STAGES):
-        xsm = xsm + (gl.allocate_shared_memory(gl.bfloat16, [T0, BK], xs_lay),)
-        wsm = wsm + (gl.allocate_shared_memory(gl.int32, [R, C, 128], ws_lay),)
+        xsm = xsm + (gl.allocate_shared_memory(D, [T0, BK], xs_lay),)
+        wsm = wsm + (gl.allocate_shared_memory(gl.int32, [R, C, WORDS], ws_lay),)
         ssm = ssm + (gl.allocate_shared_memory(gl.int32, [R, NC, JG, 8], ss_lay),)
+        if not SYM:
+            zsm = zsm + (gl.allocate_shared_memory(gl.int32, [R, NC, JG, 8], ss_lay),)
 
     tile = e.to(gl.int64) * (NR // 16) + rt * (R * RT)  # first row tile of the program
     r3 = gl.arange(0, R, gl.SliceLayout(1, gl.SliceLayout(2, w_lay)))
     c3 = gl.arange(0, C, gl.SliceLayout(0, gl.SliceLayout(2, w_lay)))
-    q3 = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, w_lay)))
-    wp = w_ptr + tile * (K * 2) + (
-        gl.expand_dims(gl.expand_dims(r3, 1), 2) * (K * 2)
-        + gl.expand_dims(gl.expand_dims(c3, 0), 2) * 128
+    q3 = gl.arange(0, WORDS, gl.SliceLayout(0, gl.SliceLayout(1, w_lay)))
+    wp = w_ptr + tile * (K * BITS // 2) + (
+        gl.expand_dims(gl.expand_dims(r3, 1), 2) * (K * BITS // 2)
+        + gl.expand_dims(gl.expand_dims(c3, 0), 2) * WORDS
         + gl.expand_dims(gl.expand_dims(q3, 0), 1)
-    )  # [R, C, 128]  # fmt: skip
+    )  # [R, C, WORDS]  # fmt: skip
     S123: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, sc_lay)))
     S023: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, sc_lay)))
     S013: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, sc_lay)))
@@ -263,13 +313,15 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
     sc = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, NC, S023), 0), 2), 3)
     sj = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, JG, S013), 0), 1), 3)
     sg = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 8, S012), 0), 1), 2)
-    sp = s_ptr + tile * (K // GROUP * 8) + (
-        sr * (K // GROUP * 8) + sc * (JG * 8) + sj * 8 + sg
-    )  # [R, NC, JG, 8]  # fmt: skip
+    pairs = sr * (K // GROUP * 8) + sc * (JG * 8) + sj * 8 + sg  # [R, NC, JG, 8]
+    sp = s_ptr + tile * (K // GROUP * 8) + pairs
+    zp = sp if SYM else z_ptr + tile * (K // GROUP * 8) + pairs
 
     for i in gl.static_range(AHEAD):
-        async_copy.async_copy_global_to_shared(wsm[i], wp + i * (BK * 2))
+        async_copy.async_copy_global_to_shared(wsm[i], wp + i * (BK * BITS // 2))
         async_copy.async_copy_global_to_shared(ssm[i], sp + i * BK // GROUP * 8)
+        if not SYM:
+            async_copy.async_copy_global_to_shared(zsm[i], zp + i * BK // GROUP * 8)
     if PDL == 2:
         _gdc(True)
     xo, xm = _token_rows(sorted_ptr, start, end, T0, K, BK, UP, XDIV, x_lay)
@@ -277,10 +329,10 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
     if T1 > 0:
         mma1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [NW, 1], [16, T1, 16])
         a1_lay: gl.constexpr = gl.DotOperandLayout(0, mma1, 2)
-        ys_lay: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T1, BK], gl.bfloat16)
+        ys_lay: gl.constexpr = gl.NVMMASharedLayout.get_default_for([T1, BK], D)
         ysm = ()
         for i in gl.static_range(STAGES):
-            ysm = ysm + (gl.allocate_shared_memory(gl.bfloat16, [T1, BK], ys_lay),)
+            ysm = ysm + (gl.allocate_shared_memory(D, [T1, BK], ys_lay),)
         yo, ym = _token_rows(sorted_ptr, start + T0, end, T1, K, BK, UP, XDIV, x_lay)
         yp = x_ptr + yo
     else:
@@ -314,16 +366,19 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
             async_copy.wait_group(AHEAD - 1)
             thread_barrier()  # right behind the wait, or Triton adds one of its own
             fence_async_shared()  # the copies were ordinary writes, wgmma is another proxy
-            _refill(wsm, ssm, xsm, ysm, wp, sp, xp, yp, xm, ym, group0, q + 1 < ROUNDS, u + AHEAD,
-                    K, GROUP, R, C, NC, JG, BK, T1, ROWS, STAGES, w_lay, sc_lay)  # fmt: skip
-            p = wsm[u].load(L3)
+            more = q + 1 < ROUNDS if TAIL == 0 else q * STAGES + (u + AHEAD) < NIT
+            _refill(wsm, ssm, zsm, xsm, ysm, wp, sp, zp, xp, yp, xm, ym, group0, more, u + AHEAD,
+                    K, GROUP, BITS, SYM, R, C, NC, JG, BK, T1, ROWS, STAGES, TAIL, w_lay,
+                    sc_lay)  # fmt: skip
+            p = wsm[u].load(words)
             s = ssm[u].permute((0, 1, 3, 2)).load(s_lay)
+            z = s if SYM else zsm[u].permute((0, 1, 3, 2)).load(s_lay)
             if not LATE:
                 if T1 > 0:
                     acc0, acc1, p = warpgroup_mma_wait(0, deps=[acc0, acc1, p])
                 else:
                     acc0, p = warpgroup_mma_wait(0, deps=[acc0, p])
-            a = _unpack(p, s, R, C, NC, CC, JG, JJ, L7, a0_lay)
+            a = _unpack(p, s, z, R, C, NC, CC, JG, JJ, BITS, SYM, FP16, split, a0_lay)
             acc0 = warpgroup_mma(
                 a, xsm[u].permute((1, 0)), acc0,
                 use_acc=(not ROWS) or u > 0, is_async=True)  # fmt: skip
@@ -341,10 +396,11 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
                 sum0 = warpgroup_mma_wait(0, deps=[acc0])
             _store(sum0, out_ptr, start, end, rt * RT + q, NR, T0, BN, UP, NW)
             acc0 = warpgroup_mma_init(sum0)
-            wp += R * K * 2
+            wp += R * (K * BITS // 2)
             sp += R * (K // GROUP) * 8
+            zp += R * (K // GROUP) * 8
         else:
-            wp += STAGES * BK * 2
+            wp += STAGES * (BK * BITS // 2)
             xp += STAGES * BK
             if T1 > 0:
                 yp += STAGES * BK
@@ -352,6 +408,7 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
                 group0 = (q + 1) * (STAGES * BK) // GROUP
             else:
                 sp += STAGES * BK // GROUP * 8
+                zp += STAGES * BK // GROUP * 8
     if not ROWS:
         if T1 > 0:
             sum0, sum1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
@@ -364,11 +421,12 @@ def _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K: gl.con
 
 
 @gluon.jit(do_not_specialize=["num_blocks"])
-def prefill_gemm(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, blocks_ptr, num_blocks,
-                 K: gl.constexpr, NR: gl.constexpr, GROUP: gl.constexpr, UP: gl.constexpr,
-                 XDIV: gl.constexpr, CLASSES: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
-                 RT: gl.constexpr, STAGES: gl.constexpr, LATE: gl.constexpr, NEAR: gl.constexpr,
-                 NW: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+def prefill_gemm(x_ptr, w_ptr, s_ptr, z_ptr, out_ptr, sorted_ptr, blocks_ptr, num_blocks,
+                 K: gl.constexpr, NR: gl.constexpr, GROUP: gl.constexpr, BITS: gl.constexpr,
+                 SYM: gl.constexpr, UP: gl.constexpr, XDIV: gl.constexpr, CLASSES: gl.constexpr,
+                 BN: gl.constexpr, BK: gl.constexpr, RT: gl.constexpr, STAGES: gl.constexpr,
+                 LATE: gl.constexpr, NEAR: gl.constexpr, NW: gl.constexpr,
+                 PDL: gl.constexpr):  # fmt: skip
     """Grid: token blocks x NR / (BN RT), NEAR consecutive blocks of the list side by side, so that
     blocks of one expert read its weights while they are in L2."""
     NT: gl.constexpr = NR // (BN * RT)
@@ -386,6 +444,6 @@ def prefill_gemm(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, blocks_ptr, num_block
     count = end - start
     for i in gl.static_range(num_classes(CLASSES)):
         if (count > width(CLASSES, i - 1)) & (count <= width(CLASSES, i)):
-            _tile(x_ptr, w_ptr, s_ptr, out_ptr, sorted_ptr, e, start, end, rt, K, NR, GROUP, UP,
-                  XDIV, part(CLASSES, i, 0), part(CLASSES, i, 1), BN, BK, RT, STAGES, LATE, NW,
-                  PDL)  # fmt: skip
+            _tile(x_ptr, w_ptr, s_ptr, z_ptr, out_ptr, sorted_ptr, e, start, end, rt, K, NR, GROUP,
+                  BITS, SYM, UP, XDIV, part(CLASSES, i, 0), part(CLASSES, i, 1), BN, BK, RT,
+                  STAGES, LATE, NW, PDL)  # fmt: skip

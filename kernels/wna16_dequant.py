@@ -13,7 +13,8 @@ multiplied by 2^60 (exact) in the epilogue: see ``accumulator_scale``. With stor
 subtraction n - z happens among subnormals, where it is exact, and a second ``fma`` scales it.
 
 fp16 has no room for that (its scales are near the top of its range already), so it keeps the magic
-number 0x6400 = 1024, under which n and z are exact up to 10 bits.
+number 0x6400 = 1024, under which n and z are exact up to 10 bits. A code in bits 4-7 makes it
+1024 + 16 n, of which an ``fma`` by 1/16 leaves n - z, exactly: 4 and-or + 1 shift + 8 operations.
 
 Only ``fma`` is used, because sm_80 has no ``mul`` or ``sub`` for packed bf16.
 
@@ -48,17 +49,19 @@ def _prepare_asm(BITS, SYM, FP16):
     """Pair of scales (and of zero points) to four registers: factor and offset of each row."""
     lines = [".reg .b32 a, b, z, n;", "prmt.b32 a, $4, $4, 0x1010;", "prmt.b32 b, $4, $4, 0x3232;"]
     if FP16:
-        zero = 0x6400 + (1 << (BITS - 1))
         lines += ["mov.b32 $0, a;", "mov.b32 $1, b;"]
-        if SYM:
-            lines += [f"mov.b32 $2, {zero | zero << 16:#x};", "mov.b32 $3, $2;"]
+        if SYM:  # -(1024 + z), and for codes at bit 4 -(64 + z)
+            low, high = (0xE408E408, 0xD480D480) if BITS == 4 else (0xE480E480, 0xE480E480)
+            lines += [f"mov.b32 $2, {low:#x};", f"mov.b32 $3, {high:#x};"]
         else:
             lines += [
                 "prmt.b32 z, $5, $5, 0x1010;",
-                "or.b32 $2, z, 0x64006400;",
+                "or.b32 $2, z, 0xe400e400;",
                 "prmt.b32 z, $5, $5, 0x3232;",
-                "or.b32 $3, z, 0x64006400;",
+                "or.b32 $3, z, 0xe400e400;",
             ]
+            if BITS == 4:
+                lines += ["mov.b32 n, 0x63806380;", "add.rn.f16x2 $3, $3, n;"]  # + 960
         return "{" + " ".join(lines) + "}"
     low = 0x64006400  # 2^73: the code at bit 0 is n * 2^-133, the weight leaves times 2^-60
     high = 0x62006200 if BITS == 4 else low  # 2^69: the code at bit 4 is 16 times larger
@@ -86,10 +89,11 @@ def _prepare_asm(BITS, SYM, FP16):
 
 
 @triton.constexpr_function
-def _apply(SYM, FP16, d, factor, offset):
-    """Instructions that turn the masked code in ``d`` into a weight."""
+def _apply(SYM, FP16, d, factor, offset, by):
+    """Instructions that turn the masked code in ``d`` into a weight; ``by`` (fp16): 1, or 1/16
+    for a code at bit 4."""
     if FP16:
-        return [f"sub.rn.f16x2 {d}, {d}, {offset};", f"mul.rn.f16x2 {d}, {d}, {factor};"]
+        return [f"fma.rn.f16x2 {d}, {d}, {by}, {offset};", f"mul.rn.f16x2 {d}, {d}, {factor};"]
     if SYM:
         return [f"fma.rn.bf16x2 {d}, {d}, {factor}, {offset};"]
     return [
@@ -103,38 +107,39 @@ def _word_asm(BITS, SYM, FP16):
     """One word to 8 (4 bit) or 4 (8 bit) weights, in 16-bit outputs."""
     outputs = 8 if BITS == 4 else 4
     p, f0, f1, o0, o1 = (f"${outputs + i}" for i in range(5))
-    lines = [".reg .b32 s, t0, t1, t2, t3, one, neg0;"]
-    if not FP16 and not SYM:
+    lines = [".reg .b32 s, t0, t1, t2, t3, one, part, neg0;"]
+    if FP16:
+        lines += ["mov.b32 one, 0x3c003c00;", "mov.b32 part, 0x2c002c00;"]  # 1, 1/16
+    elif not SYM:
         lines += ["mov.b32 one, 0x3f803f80;", "mov.b32 neg0, 0x80008000;"]
-    if BITS == 4 and not FP16:
-        lines += [f"and.b32 t0, {p}, 0x000f000f;", f"and.b32 t1, {p}, 0x00f000f0;"]
-        lines += [f"shr.u32 s, {p}, 8;"]
-        lines += ["and.b32 t2, s, 0x000f000f;", "and.b32 t3, s, 0x00f000f0;"]
-    elif BITS == 4:
-        for i in range(4):
-            lines += [f"shr.u32 s, {p}, {4 * i};"]
-            lines += [f"lop3.b32 t{i}, s, 0x000f000f, 0x64006400, 0xea;"]
-    else:
-        lines += [f"and.b32 t0, {p}, 0x00ff00ff;", f"shr.u32 s, {p}, 8;"]
-        lines += ["and.b32 t1, s, 0x00ff00ff;"]
-        if FP16:
-            lines += ["or.b32 t0, t0, 0x64006400;", "or.b32 t1, t1, 0x64006400;"]
+    masks = ("0x000f000f", "0x00f000f0") if BITS == 4 else ("0x00ff00ff",)
+    lines += [f"shr.u32 s, {p}, 8;"]
     for i in range(outputs // 2):
-        lines += _apply(SYM, FP16, f"t{i}", (f0, f1)[i % 2], (o0, o1)[i % 2])
+        source, mask = (p if i < len(masks) else "s"), masks[i % len(masks)]
+        if FP16:
+            lines += [f"lop3.b32 t{i}, {source}, {mask}, 0x64006400, 0xea;"]
+        else:
+            lines += [f"and.b32 t{i}, {source}, {mask};"]
+    by = ("one", "part" if BITS == 4 else "one")
+    for i in range(outputs // 2):
+        lines += _apply(SYM, FP16, f"t{i}", (f0, f1)[i % 2], (o0, o1)[i % 2], by[i % 2])
     lines += [f"mov.b32 {{${2 * i},${2 * i + 1}}}, t{i};" for i in range(outputs // 2)]
     return "{" + " ".join(lines) + "}"
 
 
 @triton.constexpr_function
 def _pair_asm(BITS, SYM, FP16):
-    """Two neighbouring weights (pack=2): $1 word, $3 shift, $5 mask, $7 factor, $9 offset."""
+    """Two neighbouring weights (pack=2): $1 word, $3 shift, $5 mask, $7 factor, $9 offset, and
+    for 4 bits in fp16 $11, by which a code at bit 4 is brought down."""
     lines = [".reg .b32 t, one, neg0;"]
-    if not FP16 and not SYM:
-        lines += ["mov.b32 one, 0x3f803f80;", "mov.b32 neg0, 0x80008000;"]
-    lines += ["shr.u32 t, $1, $3;", "and.b32 t, t, $5;"]
     if FP16:
-        lines += ["or.b32 t, t, 0x64006400;"]
-    lines += [*_apply(SYM, FP16, "t", "$7", "$9"), "mov.b32 $0, t;"]
+        lines += ["mov.b32 one, 0x3c003c00;"]
+    elif not SYM:
+        lines += ["mov.b32 one, 0x3f803f80;", "mov.b32 neg0, 0x80008000;"]
+    lines += ["shr.u32 t, $1, $3;"]
+    lines += ["lop3.b32 t, t, $5, 0x64006400, 0xea;" if FP16 else "and.b32 t, t, $5;"]
+    by = "$11" if BITS == 4 else "one"
+    lines += [*_apply(SYM, FP16, "t", "$7", "$9", by), "mov.b32 $0, t;"]
     return "{" + " ".join(lines) + "}"
 
 
@@ -283,15 +288,20 @@ def dequant_batched(p, s, z, B: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
         if BITS == 8:
             shift = 8 * i0 + 0 * i1
             mask = 0 * i0 + 0x00FF00FF
-        elif FP16:
-            shift = 4 * i0 + 8 * i1
-            mask = 0 * i0 + 0x000F000F
         else:
             shift = 8 * i1 + 0 * i0
             mask = 0x000F000F * (1 + 15 * i0)
-        y = tl.inline_asm_elementwise(
-            _pair_asm(BITS, SYM, FP16), "=r,r,r,r,r,r,r,r,r,r,r",
-            [p, shift + 0 * pp, mask + 0 * i1, factor, offset], tl.int16, True, 2)  # fmt: skip
+        if BITS == 4 and FP16:
+            by = tl.where(i0 == 0, 0x3C003C00, 0x2C002C00)  # 1, 1/16
+            y = tl.inline_asm_elementwise(
+                _pair_asm(BITS, SYM, FP16), "=r,r,r,r,r,r,r,r,r,r,r,r,r",
+                [p, shift + 0 * pp, mask + 0 * i1, factor, offset, by], tl.int16, True,
+                2)  # fmt: skip
+        else:
+            y = tl.inline_asm_elementwise(
+                _pair_asm(BITS, SYM, FP16), "=r,r,r,r,r,r,r,r,r,r,r",
+                [p, shift + 0 * pp, mask + 0 * i1, factor, offset], tl.int16, True,
+                2)  # fmt: skip
         y = y.to(D, bitcast=True)
     else:
         place = 4 * i0 + 8 * i1 + 16 * pp if BITS == 4 else 8 * i0 + 16 * pp

@@ -26,6 +26,7 @@ from autosel.kernels.wna16_layer import (
     pdl_option,
     register_option,
 )
+from autosel.kernels.wna16_space import block_of
 
 
 # ------------------------------------------------------------------ single launches
@@ -165,7 +166,7 @@ def grouped_launch(
     p: Params,
 ) -> Launch:
     pre, slots = "up" if up else "down", ids.numel()
-    tok, bn = p["tok"], p[f"{pre}_bn"]
+    tok, bn = block_of(p), p[f"{pre}_bn"]
     columns, order, blocks, scan = _columns(layer, ids, tok, sorted_)
     gemm = layer.gemm(up)
     pdl = 0 if not layer.pdl else 1 if up else 2
@@ -201,7 +202,7 @@ def rows_launch(
     sorted_: tuple[Any, ...] | None,
     p: Params,
 ) -> Launch:
-    slots, tok, bn, rt = ids.numel(), p["tok"], p["down_bn"], p["down_rt"]
+    slots, tok, bn, rt = ids.numel(), block_of(p), p["down_bn"], p["down_rt"]
     columns, order, blocks, scan = _columns(layer, ids, tok, sorted_)
     return Launch(
         grouped_down_rows,
@@ -252,7 +253,7 @@ def layer_launches(
 
     sorted_ = None
     if p["path"] == "sorted":
-        aligning, sorted_ = align(layer, ids, p["tok"])
+        aligning, sorted_ = align(layer, ids, block_of(p))
         launches += aligning
     y = scratch(layer.hidden)
     for up, source, target, div in ((True, x, h, xdiv), (False, h, y, 1)):
@@ -280,18 +281,20 @@ def prefill_launch(
     from autosel.kernels.moe_prefill import prefill_gemm  # Gluon: imported where it is used
 
     pre, gemm = "up" if up else "down", layer.gemm(up)
-    words, scales = layer.weights(up)[:2]
+    weights = layer.weights(up)[:3]  # no bias: ``gluon_gemm``
     near, bn, rt = p["near"], p[f"{pre}_bn"], 1 if up else p["down_rt"]
-    blocks = max_blocks(slots, layer.experts, p["tok"])
+    blocks = max_blocks(slots, layer.experts, block_of(p))
     columns = -(-blocks // near) * near
     return Launch(
         prefill_gemm,
         (columns * (gemm["NR"] // (bn * rt)),),
-        (x, words, scales, out, sorted_[0], sorted_[2], blocks),
+        (x, *weights, out, sorted_[0], sorted_[2], blocks),
         {
             "K": gemm["K"],
             "NR": gemm["NR"],
             "GROUP": gemm["GROUP"],
+            "BITS": gemm["BITS"],
+            "SYM": gemm["SYM"],
             "UP": up,
             "XDIV": xdiv,
             "CLASSES": p["classes"],

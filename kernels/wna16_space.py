@@ -5,8 +5,8 @@ regime is a matter of slots (tokens x top_k) and of slots per expert:
 
     few slots       decode   two launches, no grouping
     up to 32        scan     programs find their tokens themselves
-    above           sorted   one alignment for all; Gluon GEMMs where they apply (sm_90, int4
-                             symmetric bf16 SiLU), plain Triton otherwise
+    above           sorted   one alignment for all; Gluon GEMMs where they apply (sm_90, SiLU,
+                             no bias), plain Triton otherwise
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ def _largest(k: int, *options: int) -> int:
 
 # ------------------------------------------------------------------ which kernels apply
 def gluon_layer(layer: TiledLayer) -> bool:
-    """The Gluon GEMM reads int4, symmetric, bf16, without bias, and knows SiLU(gate) * up."""
+    """The Gluon GEMM has no bias, and knows SiLU(gate) * up."""
     plain = layer.activation == "silu" and layer.gated and not layer.limit
-    return (
-        layer.gluon
-        and layer.asm
-        and plain
-        and not layer.fp16
-        and layer.bits13 == layer.bits2 == 4
-        and layer.symmetric13
-        and layer.symmetric2
-        and "b13" not in layer.tensors
-    )
+    return layer.gluon and layer.asm and plain and "b13" not in layer.tensors
 
 
 def _ring_fits(k: int, group: int, bk: int, stages: int) -> bool:
-    """Whole rounds of the ring cover K, and rounds do not cut groups."""
+    """Whole steps cover K, at least a round of them, and rounds do not cut groups."""
     span = bk * stages
-    return k % span == 0 and (span % group == 0 or group % span == 0)
+    return k % bk == 0 and k >= span and (span % group == 0 or group % span == 0)
+
+
+def _ring(k: int, group: int) -> tuple[int, int]:
+    """Inputs of a step and steps of a round for a stream of weights: few steps, none of zeros
+    where that can be had."""
+    for bk, stages in ((128, 4), (64, 4), (64, 6)):
+        if k % (bk * stages) == 0 and _ring_fits(k, group, bk, stages):
+            return bk, stages
+    return 64, 4
 
 
 def gluon_gemm(layer: TiledLayer, up: bool) -> bool:
@@ -60,7 +60,12 @@ def gluon_gemm(layer: TiledLayer, up: bool) -> bool:
 def starting_params(layer: TiledLayer, tokens: int) -> Params:
     slots = tokens * layer.top_k
     few = slots <= 8 or (slots <= 32 and layer.intermediate <= 512)
-    if few and 2 * slots <= max(layer.experts, 4 * layer.top_k if tokens == 1 else 0):
+    # The decode kernels read an expert once for each of its slots (H200, two tokens of Mixtral that
+    # share both experts: 0.76 of Humming's speed).
+    apart = tokens == 1 or (
+        2 * slots <= layer.experts and _experts_hit(layer, tokens) > 0.9 * slots
+    )
+    if few and apart:
         return _decode(layer, slots)
     if slots <= 32 and (slots < layer.experts or (layer.experts <= 16 and slots <= 16)):
         scan = {"path": "scan", "tok": 16, "prefetch": _prefetch(layer)} | _triton(layer, 16, True)
@@ -68,6 +73,11 @@ def starting_params(layer: TiledLayer, tokens: int) -> Params:
             scan |= _names("down", bn=64, bk=256, stages=3) | {"prefetch": 0}
         return scan
     return _sorted(layer, slots / layer.experts)
+
+
+def _experts_hit(layer: TiledLayer, tokens: int) -> float:
+    """How many experts uniform routing is expected to hit; a token's are all different."""
+    return layer.experts * (1 - (1 - layer.top_k / layer.experts) ** tokens)
 
 
 def _decode(layer: TiledLayer, slots: int) -> Params:
@@ -142,10 +152,10 @@ def _sorted(layer: TiledLayer, mean: float) -> Params:
         return {"path": "sorted", "tok": tok, "prefetch": _prefetch(layer)} | _triton(
             layer, tok, False
         )
-    tok, classes = _classes(mean, layer.experts)
+    classes = _classes(mean, layer.experts)
+    tok = widest(classes)
     base: Params = {
         "path": "sorted",
-        "tok": tok,
         "classes": classes,
         "near": 4,
         "prefetch": _prefetch(layer),
@@ -158,19 +168,20 @@ def _sorted(layer: TiledLayer, mean: float) -> Params:
         base[f"{pre}_with"] = "gluon"
         if tok <= 32:  # narrow blocks stream weights: small programs, long steps
             tall = up and not 1 <= mean <= 3
-            bk = 128 if _ring_fits(k, group, 128, 4) else 64
+            bk, stages = _ring(k, group)
             base |= _names(
                 pre,
                 bn=128 if tall else 64,
                 bk=bk,
-                stages=4,
+                stages=stages,
                 warps=4,
                 regs=0 if tall else 168,
                 late=1,
             )
         else:
             late = 1 if group < 128 or (up and mean <= 70) else 0
-            base |= _names(pre, bn=128, bk=64, stages=4, warps=8, regs=128, late=late)
+            stages = 4 if k % 256 == 0 or k % 384 else 6  # no steps of zeros
+            base |= _names(pre, bn=128, bk=64, stages=stages, warps=8, regs=128, late=late)
     if base["down_with"] == "gluon":
         base["down_rt"] = 1
         if layer.intermediate == 256:
@@ -187,19 +198,38 @@ def _sorted(layer: TiledLayer, mean: float) -> Params:
     return base
 
 
-def _classes(mean: float, experts: int) -> tuple[int, str]:
-    """Longest block, and the widths a block may take."""
+#: Widths that a block of tokens may take, the widest last; from few slots an expert to many.
+CLASSES = (
+    "8",
+    "8,16",
+    "16,32",
+    "32,32+16,64",
+    "64,64+16,64+32,128",
+    "64+16,64+32,128",
+    "32,64,64+32,128",
+)
+
+
+def _classes(mean: float, experts: int) -> str:
+    if mean <= 3:
+        return CLASSES[0]
+    if mean <= 10 and experts > 16:
+        return CLASSES[1]
+    if mean <= 30:
+        return CLASSES[2]
     if mean <= 40:
-        if mean <= 3:
-            return 8, "8"
-        if mean <= 10 and experts > 16:
-            return 16, "8,16"
-        return 32, "16,32"
-    if mean <= 70:
-        return 128, "64,64+16,64+32,128"
-    if mean <= 110:
-        return 128, "64+16,64+32,128"
-    return 128, "32,64,64+32,128"
+        return CLASSES[3]
+    return CLASSES[4] if mean <= 70 else CLASSES[5] if mean <= 110 else CLASSES[6]
+
+
+def widest(classes: str) -> int:
+    """The longest block."""
+    return max(map(int, _widths(classes)))
+
+
+def block_of(p: Params) -> int:
+    """Slots of a block of an expert, at most."""
+    return widest(p["classes"]) if "classes" in p else int(p["tok"])
 
 
 # ------------------------------------------------------------------ choices and constraints
@@ -220,6 +250,8 @@ def choices(layer: TiledLayer, start: Params) -> dict[str, tuple[Any, ...]]:
     out: dict[str, tuple[Any, ...]] = {"prefetch": (0, 256, 512)}
     if "classes" in start:
         out["near"] = (1, 2, 4, 8)
+        at = CLASSES.index(start["classes"])
+        out["classes"] = CLASSES[max(at - 1, 0) : at + 2]
     else:
         out["tok"] = (16, 32, 64)
     for pre in ("up", "down"):
@@ -294,7 +326,7 @@ def _gemm_problem(gemm: Params, pre: str, p: Params) -> tuple[str, str, str] | N
     kind = p[f"{pre}_with"]
     bn, rt = p[f"{pre}_bn"], p.get(f"{pre}_rt", 1) if pre == "down" else 1
     bk = k if kind == "rows" else p[f"{pre}_bk"]
-    stages, tok = p[f"{pre}_stages"], p["tok"]
+    stages, tok = p[f"{pre}_stages"], block_of(p)
     if bn & (bn - 1) or bk & (bk - 1):
         return f"{pre}_bn, {pre}_bk", f"{bn}, {bk}", "powers of two"
     if rows % (bn * rt):
@@ -303,15 +335,16 @@ def _gemm_problem(gemm: Params, pre: str, p: Params) -> tuple[str, str, str] | N
         return f"{pre}_bk", str(bk), f"a divisor of {k}, and of the group or its multiple"
     warps = p[f"{pre}_warps"]
     held = tok if kind == "rows" else tok * stages
-    nbytes = held * bk * 2 + stages * (bn * bk * bits // 8 + bn * max(1, bk // group) * 2)
+    pairs = bn * max(1, bk // group) * (2 if gemm["SYM"] else 4)  # scales, zero points
+    nbytes = held * bk * 2 + stages * (bn * bk * bits // 8 + pairs)
     if kind == "gluon":
         if rt > 1 and stages * bk != k:
             return f"{pre}_stages x {pre}_bk", str(stages * bk), f"{k}, to keep the tokens"
         if rt == 1 and not _ring_fits(k, group, bk, stages):
-            return f"{pre}_stages x {pre}_bk", str(stages * bk), f"a divisor of {k}, whole groups"
+            return f"{pre}_stages x {pre}_bk", str(stages * bk), f"at most {k}, whole groups"
         if bn // 16 < warps or warps * 64 > max(bn * 8, 256):
             return f"{pre}_warps", str(warps), f"at most one a 16-row tile of {bn}"
-        accumulators = bn * max(map(int, _widths(p["classes"]))) // (warps * 32)
+        accumulators = bn * tok // (warps * 32)
         if accumulators > 160:
             return f"{pre}_warps", str(warps), f"{accumulators} accumulators a thread at most 160"
         cap = p[f"{pre}_regs"]

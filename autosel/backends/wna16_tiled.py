@@ -104,7 +104,7 @@ class Wna16TiledBackend(Backend):
         start = wna16_space.starting_params(layer, num_tokens)
 
         def constraint(params: Params) -> Reason | None:
-            found = wna16_space.problem_with(layer, {**start, **params})
+            found = wna16_space.problem_with(layer, _completed(start, params))
             return Reason(*found) if found else None
 
         choices = wna16_space.choices(layer, start)
@@ -143,14 +143,13 @@ class Wna16TiledBackend(Backend):
         out: torch.Tensor,
     ) -> torch.Tensor:
         from autosel.kernels.wna16_moe import moe_forward
-        from autosel.kernels.wna16_space import starting_params
 
         problem, layer = packed.problem, tiled_layer(packed)
         weights = routing.topk_weights
         if problem.router_weight_on_input:
             x = (x.float() * weights).to(x.dtype)
             weights = torch.ones_like(weights)
-        settings: dict[str, Any] = {**starting_params(layer, len(x)), **params}
+        settings = _settings(layer, len(x), params)
         if layer.hidden == problem.hidden_size:
             moe_forward(layer, x, routing.topk_ids, weights, out, settings)
             return out
@@ -161,17 +160,33 @@ class Wna16TiledBackend(Backend):
         return out.copy_(y[:, : problem.hidden_size])
 
 
+def _settings(layer: TiledLayer, num_tokens: int, params: Params) -> dict[str, Any]:
+    """``params`` with the kernels' own choice at this token count for what they leave out."""
+    from autosel.kernels.wna16_space import starting_params
+
+    return _completed(starting_params(layer, num_tokens), params)
+
+
+def _completed(start: Params, params: Params) -> dict[str, Any]:
+    """A block's length is said by ``tok`` or by ``classes``: the one given displaces the other's
+    default. (With blocks of 128 from the default of 512 tokens, the scanning kernel that was chosen
+    for 2 tokens of OLMoE kept Triton's compiler busy for more than six minutes.)
+    """
+    if "tok" in params and "classes" not in params:
+        start = {name: value for name, value in start.items() if name != "classes"}
+    return {**start, **params}
+
+
 def _meta_launches(
     problem: Problem, params: Params, num_tokens: int, device: Device
 ) -> list[Launch]:
     """The launches of a call, on tensors without contents."""
     from autosel.kernels.wna16_moe import layer_launches
-    from autosel.kernels.wna16_space import starting_params
 
     layer = _meta_layer(problem, device)
     x, routing, _ = triton_offline.meta_call(problem, num_tokens)
     wide = torch.empty((num_tokens, layer.hidden), dtype=x.dtype, device="meta")
-    settings: dict[str, Any] = {**starting_params(layer, num_tokens), **params}
+    settings = _settings(layer, num_tokens, params)
     launches: list[Launch] = layer_launches(
         layer, wide, routing.topk_ids, routing.topk_weights, torch.empty_like(wide), settings
     )

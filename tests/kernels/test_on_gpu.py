@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton")
 from autosel.backends.wna16_tiled import tiled_layer
 from autosel.kernels.wna16_moe import moe_forward
-from autosel.kernels.wna16_space import starting_params
+from autosel.kernels.wna16_space import CLASSES, starting_params
 from autosel.layouts.wna16_tiled import Wna16Tiled
 from tests.kernels.make import (
     ACTIVATIONS,
@@ -31,7 +31,6 @@ TOLERANCE = 6e-3
 
 GLUON = {
     "path": "sorted",
-    "tok": 32,
     "classes": "8,16,16+8,32",
     "near": 2,
     "up_bn": 128,
@@ -65,8 +64,8 @@ PATHS = {
 }
 
 
-def check(case, params, tokens=7, top_k=2, ids=None):
-    problem = make_problem(8, 512, 256, top_k, **case)
+def check(case, params, tokens=7, top_k=2, ids=None, inner=256):
+    problem = make_problem(8, 512, inner, top_k, **case)
     experts = make_experts(problem)
     gen = torch.Generator().manual_seed(1)
     x = (torch.randn((tokens, 512), generator=gen) * 0.1).to(DTYPES[problem.act_dtype])
@@ -101,10 +100,36 @@ FLOAT16 = [
 ]
 
 
-@pytest.mark.parametrize("path", ["decode", "long", "scan", "sorted", "rows"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("scheme", SCHEMES + FLOAT16, ids=str)
 def test_schemes(path, scheme):
-    check(scheme, PATHS[path])
+    if "gluon" in path and scheme.get("bias"):
+        pytest.skip("the Gluon GEMM adds no bias")
+    check(scheme, PATHS[path], tokens=37 if "gluon" in path else 7)
+
+
+@pytest.mark.parametrize("scheme", [{}, {"symmetric": False}, {"bits": 8, "dtype": "float16"}],
+                         ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("inner", "more"),
+    [
+        (384, {}),  # 6 steps in rounds of 4
+        (448, {}),
+        (1408, {"down_bk": 128}),  # 11 in rounds of 4
+        (1408, {"down_bn": 128, "down_stages": 6, "down_warps": 8, "down_late": 0}),
+        (320, {"down_late": 0}),
+    ],
+    ids=str,
+)
+def test_the_last_round_of_the_ring_need_not_be_whole(inner, more, scheme):
+    check({"group": 64} | scheme, GLUON | more, tokens=37, inner=inner)
+
+
+@pytest.mark.parametrize("classes", CLASSES)
+@pytest.mark.parametrize("scheme", [{}, {"symmetric": False, "dtype": "float16"}], ids=str)
+def test_widths_of_blocks(classes, scheme):
+    narrow = {"up_warps": 4, "up_bn": 64}
+    check(scheme, GLUON | narrow | {"classes": classes}, tokens=200)
 
 
 @pytest.mark.parametrize("path", ["decode", "sorted"])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from autosel.backends.wna16_tiled import Wna16TiledBackend
+from autosel.backends.wna16_tiled import Wna16TiledBackend, _meta_launches
 from autosel.core import Activation, Device
 from autosel.kernels import wna16_space
 from autosel.kernels.wna16_layer import TiledLayer
@@ -50,6 +50,32 @@ def test_backend_space_starts_legally_and_refuses(tokens):
     broken = dict(space.default)
     key = next(k for k in ("up_kw", "up_bn") if k in broken)
     assert space.constraint(broken | {key: 96}) is not None
+
+
+@pytest.mark.parametrize("size", [(64, 8, 2048, 1024), (8, 2, 4096, 14336)], ids=str)
+@pytest.mark.parametrize("chosen_for", [2, 4, 64, 4096])
+def test_a_setting_is_the_same_at_every_token_count(size, chosen_for):
+    """Neighbouring token counts, and those of verification, have other defaults."""
+    experts, top_k, hidden, inner = size
+    problem = make_problem(experts, hidden, inner, top_k, group=128)
+    params = Wna16TiledBackend().space(problem, chosen_for, H200).default
+    if params["path"] == "decode":
+        pytest.skip("the decode kernels have no blocks")
+
+    def gemms(tokens):
+        launches = _meta_launches(problem, params, tokens, H200)
+        fixed = ("TOK", "CLASSES", "BN", "BK", "STAGES")
+        return [
+            {name: value for name, value in launch.options.items() if name in fixed}
+            for launch in launches
+            if "NR" in launch.options
+        ]
+
+    expected = gemms(chosen_for)
+    assert expected
+    assert all(launch.get("TOK", params.get("tok")) == params.get("tok") for launch in expected)
+    for tokens in (1, 3, 22, 512, 1024):
+        assert gemms(tokens) == expected, tokens
 
 
 def test_rounds_of_the_ring_must_not_cut_groups():
