@@ -205,7 +205,7 @@ class Trials:
                 return turn
             space = backend.space(self.problem, num_tokens, self.device)
             illegal = space.constraint(space.default)
-            points: list[Params] = list(islice(space, min(FINALISTS + 1, self.settings.trials)))
+            points: list[Params] = list(islice(space, FINALISTS + 1))
             if illegal is None:
                 turn.own = self.bench.candidate(backend, space.default)
                 self.defaults.add(turn.own)
@@ -223,10 +223,13 @@ class Trials:
         if illegal is not None:
             why = f"its default setting is illegal here: {illegal}"
             turn.refusal, turn.refused = ("unsupported", why), space.default
+        if self.settings.trials == 1 and illegal is None:
+            return turn  # its own setting alone
         if len(points) > FINALISTS:
             turn.searched = space
         else:
-            turn.others = [p for p in points if illegal is not None or p != space.default]
+            others = [p for p in points if illegal is not None or p != space.default]
+            turn.others = others[: self.settings.trials - (illegal is None)]
         return turn
 
     def _next(self, left: Sequence[Turn], num_tokens: int) -> Turn:

@@ -333,6 +333,36 @@ def test_a_tuned_file_is_tried_once_after_a_search_without_it(
         assert fresh(clock, store, trials=6) == []
 
 
+@pytest.mark.parametrize("trials", [2, 3, FINALISTS])
+def test_a_search_of_few_settings_begins_with_the_known_good_ones(
+    trials: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were once the first of the space in its own order, which nobody expects to be good."""
+    clock = Clock()
+    points = StartingPoints({4: {"n": 57}}, backend="deep")
+    monkeypatch.setattr(tune_search, "read_tuned", lambda path: points)
+    with (
+        Store.open(":memory:") as store,
+        registered(deep=FakeBackend(clock, improving, space=LINE)),
+    ):
+        tried = fresh(clock, store, trials=trials, start_from="tuned.json")
+        assert tried[:1] == ["deep[n=0]"]
+        assert "deep[n=57]" in tried
+        assert len(tried) == trials
+        assert fresh(clock, store, trials=trials, start_from="tuned.json") == []
+
+
+def test_a_small_space_is_tried_as_far_as_trials_allow() -> None:
+    clock = Clock()
+    three = Space({"n": 0}, {"n": tuple(range(3))})
+    with (
+        Store.open(":memory:") as store,
+        registered(deep=FakeBackend(clock, improving, space=three)),
+    ):
+        assert sorted(fresh(clock, store, trials=2)) == ["deep[n=0]", "deep[n=1]"]
+        assert "deep[n=2]" in fresh(clock, store, trials=3)
+
+
 def test_a_space_that_was_searched_to_its_end_is_done_for_any_number_of_trials() -> None:
     clock = Clock()
     seven = Space({"n": 0}, {"n": tuple(range(7))})
