@@ -17,6 +17,7 @@ import csv
 import math
 import random
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -269,7 +270,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except AutoselError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":
+    # A shell starts background jobs with interrupts ignored; whatever ends this ends it cleanly.
+    for wish in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(wish, signal.default_int_handler)
     sys.exit(main())

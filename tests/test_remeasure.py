@@ -102,3 +102,12 @@ def remeasure_device(name):
     from autosel.device import pretend
 
     return pretend(Device("cpu", name))
+
+
+def test_an_interrupt_is_one_line(tmp_path, capsys, monkeypatch):
+    def interrupted(*words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(remeasure, "run", interrupted)
+    assert remeasure.main([str(SHIPPED[0]), "-o", str(tmp_path / "x.csv")]) == 130
+    assert capsys.readouterr().err == "interrupted; the same command goes on\n"
