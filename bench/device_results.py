@@ -20,6 +20,7 @@ from typing import TypeVar
 import click
 
 from autosel.cli.options import duration, names
+from autosel.cpuinfo import usable_cpus
 from autosel.errors import AutoselError
 from bench import device_results_export, device_results_sweep
 from bench.device_results_lines import read_lines
@@ -44,8 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _sweep(options: argparse.Namespace) -> int:
     lines = read_lines(options.lines)
     runner = device_results_sweep.Runner(
-        lines, options.db, options.devices or (), deadline_s=options.deadline
-    )
+        lines, options.db, options.devices or (), deadline_s=options.deadline,
+        ahead=options.ahead,
+    )  # fmt: skip
     return runner.run()
 
 
@@ -70,6 +72,11 @@ def _parser() -> argparse.ArgumentParser:
     sweep.add_argument(
         "--deadline", type=_of_click(duration), metavar="TIME",
         help="start nothing after this long (20m, 1h), and end what runs then",
+    )  # fmt: skip
+    sweep.add_argument(
+        "--ahead", type=int, default=len(usable_cpus()) // 2, metavar="N",
+        help="compile what later lines need with N processes of the lowest priority beside sweeps"
+        " on GPUs (half of the cores; 0: none)",
     )  # fmt: skip
     sweep.set_defaults(run=_sweep)
     export = commands.add_parser("export", help="write what ships from a database")

@@ -95,7 +95,7 @@ def read_lines(path: Path) -> list[Line]:
                 field_error(where, "sweep", f"that of line {found[words]} again", "each once")
             )
         found[words] = number
-        lines.append(_line(words, where))
+        lines.append(read_words(words, where))
     if not lines:
         raise AutoselError(field_error(str(path), "sweeps", "none", "at least one line"))
     return lines
@@ -126,7 +126,8 @@ def _meaning(words: tuple[str, ...], where: str) -> tuple[dict[str, Any], Target
     return given, target
 
 
-def _line(words: tuple[str, ...], where: str) -> Line:
+def read_words(words: tuple[str, ...], where: str) -> Line:
+    """One sweep; AutoselError, which begins with ``where``, for words that are none."""
     given, target = _meaning(words, where)
     budget = given["budget"]
     asked = {

@@ -24,6 +24,7 @@ from autosel.core import Device
 from autosel.errors import AutoselError, field_error
 from autosel.segments import SUFFIX
 from autosel.store import Store
+from bench import device_results_ahead
 from bench.device_results_lines import Line
 from bench.results_layers import slug
 
@@ -88,6 +89,8 @@ class Runner:
 
     deadline_s  seconds after which nothing is started and what runs is ended; what is measured
                 until then is kept
+    ahead       processes that compile, at the lowest priority, what later lines need
+                (:mod:`bench.device_results_ahead`); on CPUs there are none, they would disturb
     child       the command line program, for tests
     """
 
@@ -98,6 +101,7 @@ class Runner:
         devices: Sequence[str] = (),
         *,
         deadline_s: float | None = None,
+        ahead: int = 0,
         child: Sequence[str] = (sys.executable, "-m", "autosel"),
         say: Callable[[str], None] = lambda text: print(text, flush=True),
         poll_s: float = POLL_S,
@@ -106,7 +110,7 @@ class Runner:
         self.lines, self.db = list(lines), db
         parts = [db.with_name(f"{db.stem}-{slug(name)}{db.suffix}") for name in devices]
         self.slots = [Slot(*both) for both in zip(devices, parts, strict=True)] or [Slot("", db)]
-        self.deadline_s = deadline_s
+        self.deadline_s, self.ahead = deadline_s, ahead
         self.ends: Counter[str] = Counter()
         self._child, self._say = tuple(child), say
         self._poll_s, self._grace_s = poll_s, grace_s
@@ -123,12 +127,15 @@ class Runner:
                     with Store.open(slot.db, strict=True) as store:
                         store.merge(self.db)
         interrupted = False
+        helper = self._compile_ahead()
         try:
             self._loop()
         except KeyboardInterrupt:
             interrupted = True
             self._end_all()
         finally:
+            if helper is not None:
+                device_results_ahead.end(helper)
             for slot in self.slots:  # after an error of our own nothing is left running
                 if slot.running:
                     self._kill(slot.running)
@@ -136,6 +143,19 @@ class Runner:
                 self._merge(self.slots, self.db)
         self._summary(interrupted)
         return 130 if interrupted else int(self.ends["failed"] > 0)
+
+    def _compile_ahead(self) -> subprocess.Popen[bytes] | None:
+        """Helpers for the lines that do not begin at once; those compile for themselves."""
+        first = self.slots[0]
+        if self.ahead < 1 or len(self.lines) <= len(self.slots):
+            return None
+        device = first.device(self.lines[0].device)
+        if device.kind == "cpu":
+            return None
+        return device_results_ahead.start(
+            self.lines, first.db, device, first.environment,
+            helpers=self.ahead, skip=len(self.slots),
+        )  # fmt: skip
 
     # one sweep -------------------------------------------------------------------------------
 
