@@ -91,10 +91,10 @@ class MoeWna16Parameters(ExpertParameters):
         )
         part = part.cpu().contiguous()
         if suffix == fmt.weight:
-            codes = fmt._codes(part, quant)  # int32 [N, words], inputs in order: so are the bytes
+            codes = fmt.codes_of(part, quant)  # int32 [N, words], inputs in order: so are the bytes
             return codes.view(torch.uint8)[:, : cut.inputs * scheme.num_bits // 8]
         if suffix == fmt.scales:
-            found = fmt._scales(part)
+            found = fmt.scales_of(part)
         else:
             probe = fmt.probe({suffix: part}, quant, cut.outputs, cut.inputs, Origin(where))
             zeros = probe.zero_points

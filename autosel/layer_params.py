@@ -290,9 +290,9 @@ class ExpertParameters(nn.Module):
         quant = LinearQuant(
             scheme.num_bits, scheme.group_size, scheme.symmetric, False, self._minus_one
         )
-        scales = fmt._scales(found[fmt.scales]).contiguous()  # [N, G]
+        scales = fmt.scales_of(found[fmt.scales]).contiguous()  # [N, G]
         require_finite(scales, ("output", "group"), origin.label(fmt.scales))
-        codes = fmt._codes(found[fmt.weight].contiguous(), quant)
+        codes = fmt.codes_of(found[fmt.weight].contiguous(), quant)
         g_idx = found.get(fmt.g_idx)
         # The order is checked here, since an index may lead to any group of the whole layer.
         if g_idx is not None and not 0 <= int(g_idx.min()) <= int(g_idx.max()) < scales.shape[1]:

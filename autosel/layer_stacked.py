@@ -106,10 +106,10 @@ def _weight(
         zeros = torch.empty(count, outputs, groups, dtype=torch.uint8, device=device)  # [E, N, G]
     for expert in range(count):
         origin = Origin(f"{half} of expert {expert}")
-        codes[expert].copy_(fmt._codes(found[fmt.weight][expert], quant))
-        scales[expert].copy_(fmt._scales(found[fmt.scales][expert]))
+        codes[expert].copy_(fmt.codes_of(found[fmt.weight][expert], quant))
+        scales[expert].copy_(fmt.scales_of(found[fmt.scales][expert]))
         if zeros is not None:
-            zeros[expert].copy_(fmt._zeros(found[fmt.zeros][expert], quant, outputs, origin))
+            zeros[expert].copy_(fmt.zeros_of(found[fmt.zeros][expert], quant, outputs, origin))
     require_finite(scales, ("expert", "output", "group"), f"{half}_{fmt.scales}")
     bias = None
     if problem.has_bias:

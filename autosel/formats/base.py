@@ -163,15 +163,15 @@ class Format(ABC):
         """How each tensor of a linear of that logical size may be stored."""
 
     @abstractmethod
-    def _codes(self, tensor: torch.Tensor, quant: LinearQuant) -> torch.Tensor:
+    def codes_of(self, tensor: torch.Tensor, quant: LinearQuant) -> torch.Tensor:
         """Packed weight to canonical int32 ``[N, ceil(K / pack_factor)]``."""
 
     @abstractmethod
-    def _scales(self, tensor: torch.Tensor) -> torch.Tensor:
+    def scales_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Stored scales to ``[N, G]``."""
 
     @abstractmethod
-    def _zeros(
+    def zeros_of(
         self, tensor: torch.Tensor, quant: LinearQuant, num_outputs: int, origin: Origin
     ) -> torch.Tensor:
         """Stored zero points to TRUE zero points, uint8 ``[N, G]``."""
@@ -225,10 +225,10 @@ class Format(ABC):
         headers = {s: (dtype_name(t.dtype), tuple(t.shape)) for s, t in tensors.items()}
         self.check_headers(headers, quant, num_outputs, num_inputs, origin)
         probe = self.probe(tensors, quant, num_outputs, num_inputs, origin)
-        scales = self._scales(tensors[self.scales]).contiguous()  # [N, G]
+        scales = self.scales_of(tensors[self.scales]).contiguous()  # [N, G]
         require_finite(scales, ("output", "group"), origin.label(self.scales))
         codes = clear_padding(  # [N, W]
-            self._codes(tensors[self.weight], quant), quant.num_bits, num_inputs
+            self.codes_of(tensors[self.weight], quant), quant.num_bits, num_inputs
         )
         scheme = QuantScheme(
             quant.num_bits,
@@ -260,7 +260,7 @@ class Format(ABC):
         """Zero points, group index and bias; needs neither the packed weight nor the scales."""
         zero_points = None
         if self.zeros in tensors:
-            zero_points = self._zeros(tensors[self.zeros], quant, num_outputs, origin)
+            zero_points = self.zeros_of(tensors[self.zeros], quant, num_outputs, origin)
             if quant.symmetric:
                 differ = zero_points != quant.implicit_zero
                 if not bool(differ.any()):

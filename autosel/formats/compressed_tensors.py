@@ -233,13 +233,13 @@ class CompressedTensors(Format):
             tensors = {name: t for name, t in tensors.items() if name != "weight_g_idx"}
         return super().probe(tensors, quant, num_outputs, num_inputs, origin)
 
-    def _codes(self, tensor: torch.Tensor, quant: LinearQuant) -> torch.Tensor:
+    def codes_of(self, tensor: torch.Tensor, quant: LinearQuant) -> torch.Tensor:
         return tensor.contiguous()
 
-    def _scales(self, tensor: torch.Tensor) -> torch.Tensor:
+    def scales_of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def _zeros(
+    def zeros_of(
         self, tensor: torch.Tensor, quant: LinearQuant, num_outputs: int, origin: Origin
     ) -> torch.Tensor:
         rows = -(-num_outputs // quant.pack_factor)

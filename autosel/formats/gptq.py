@@ -173,13 +173,13 @@ class GPTQ(Format):
             "bias": stored_bias(num_outputs),
         }
 
-    def _codes(self, tensor: torch.Tensor, quant: LinearQuant) -> torch.Tensor:
+    def codes_of(self, tensor: torch.Tensor, quant: LinearQuant) -> torch.Tensor:
         return tensor.t().contiguous()
 
-    def _scales(self, tensor: torch.Tensor) -> torch.Tensor:
+    def scales_of(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.t()
 
-    def _zeros(
+    def zeros_of(
         self, tensor: torch.Tensor, quant: LinearQuant, num_outputs: int, origin: Origin
     ) -> torch.Tensor:
         label = origin.label("qzeros")

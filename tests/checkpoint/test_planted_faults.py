@@ -33,7 +33,7 @@ def zeros_by_field(patch: pytest.MonkeyPatch) -> None:
         fields = unpack_last(tensor, quant.num_bits, outputs)
         return ((fields + 1) & ((1 << quant.num_bits) - 1)).t().contiguous()
 
-    patch.setattr(gptq.GPTQ, "_zeros", read)
+    patch.setattr(gptq.GPTQ, "zeros_of", read)
 
 
 def v1_as_v2(patch: pytest.MonkeyPatch) -> None:
@@ -57,13 +57,13 @@ def zero_points_ignored(patch: pytest.MonkeyPatch) -> None:
     def read(self: Any, tensor: torch.Tensor, quant: Any, outputs: int, origin: Any) -> Any:
         return torch.full((outputs, tensor.shape[1]), quant.implicit_zero, dtype=torch.uint8)
 
-    patch.setattr(compressed_tensors.CompressedTensors, "_zeros", read)
+    patch.setattr(compressed_tensors.CompressedTensors, "zeros_of", read)
 
 
 def rounded_twice(patch: pytest.MonkeyPatch) -> None:
     """Scales cast to another 16-bit type on the way."""
-    plain = awq.AWQ._scales
-    patch.setattr(awq.AWQ, "_scales", lambda self, t: plain(self, t).bfloat16().to(t.dtype))
+    plain = awq.AWQ.scales_of
+    patch.setattr(awq.AWQ, "scales_of", lambda self, t: plain(self, t).bfloat16().to(t.dtype))
 
 
 @pytest.mark.parametrize(
