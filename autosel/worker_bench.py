@@ -192,6 +192,10 @@ class WorkerBench:
                 candidate, num_tokens, "unsupported", self._unsendable[candidate.backend]
             )
         self.compiled([candidate], num_tokens)
+        if late := self._late(candidate, num_tokens):
+            self.step = "first call"
+            reason = f"{candidate.backend} compile: {late}"
+            return self.row(candidate, num_tokens, "timeout", reason)
         job = Attempt(candidate.backend, candidate.params_dict, num_tokens, verify)
         try:
             done = self._ask(job, "pack")
@@ -326,6 +330,12 @@ class WorkerBench:
 
     def _jobs_of(self, candidate: Candidate) -> list[Compilation]:
         return [one for (owner, _, _), one in self._jobs.items() if owner == candidate]
+
+    def _late(self, candidate: Candidate, num_tokens: int) -> str:
+        """Why a compiler was ended that the candidate's calls at this token count need; else ""."""
+        counts = {num_tokens, *quick_counts(self._problem)}
+        ours = (one for one in self._jobs_of(candidate) if one.job.problem == self._problem)
+        return next((one.late for one in ours if one.late and one.job.num_tokens in counts), "")
 
     @property
     def _limits(self) -> StepLimits:

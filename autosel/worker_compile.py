@@ -2,7 +2,8 @@
 
 A compiler keeps one core busy for seconds, and a sweep tries tens of settings one after another.
 Helpers touch no device and hold no weights. What they build lies in the compiler's cache on disk;
-what they fail to build is told when the candidate itself is tried, so their ends count for nothing.
+what they fail to build is told when the candidate itself is tried, so their ends count for nothing;
+but what takes longer than a first call may is not begun once more.
 """
 
 from __future__ import annotations
@@ -40,11 +41,15 @@ def compiles_ahead(backend: Backend) -> bool:
 
 
 class Compilation:
-    """One job of the pool; ``ms`` is what it took, None before and where it came to no end."""
+    """One job of the pool; ``ms`` is what it took, None before and where it came to no end.
+
+    ``late``: why it was ended, where it took longer than a first call may.
+    """
 
     def __init__(self, job: Compile) -> None:
         self.job = job
         self.ms: float | None = None
+        self.late = ""
         self.is_over = False
         self.was_dropped = False
 
@@ -142,7 +147,7 @@ class CompilePool:
         while (one := self._next()) is not None:
             worker = worker or self._start()
             if worker is not None:
-                worker, one.ms = self._run(worker, one.job)
+                worker, one.ms = self._run(worker, one)
             with self._changed:
                 one.is_over = True
                 self._free += 1
@@ -187,13 +192,15 @@ class CompilePool:
             self._changed.notify_all()
         return worker if is_there else None
 
-    def _run(self, worker: Worker, job: Compile) -> tuple[Worker | None, float | None]:
+    def _run(self, worker: Worker, one: Compilation) -> tuple[Worker | None, float | None]:
         """The helper, if it is still there, and the job's milliseconds, if it came to its end."""
         began = worker.now()
         try:
-            worker.do(job, lambda message: None, "first call")
+            worker.do(one.job, lambda message: None, "first call")
             return worker, (worker.now() - began) * 1e3
-        except WorkerDiedError:
+        except WorkerDiedError as death:
+            if death.status == "timeout":
+                one.late = death.reason
             self._end(worker)
             return None, None
         except Exception:  # refused, or the compiler's own error: the attempt will tell

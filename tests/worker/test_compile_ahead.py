@@ -310,6 +310,30 @@ def test_who_fails_to_compile_ahead_says_why_in_its_own_first_call(
     assert rows["second"].first_call_ms is not None
 
 
+def test_a_compiler_that_hung_is_not_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One such kernel cost its limit twice, and at every token count anew."""
+    monkeypatch.setattr("autosel.cpuinfo.usable_cpus", lambda: {0, 1})
+
+    class Hangs(First):
+        def compile_ahead(self, *_: Any) -> None:
+            time.sleep(1000)
+
+        def run(self, packed: Any, x: Any, routing: Any, params: Any, out: Any) -> Any:
+            Path(self.folder, "called").touch()
+            raise RuntimeError("it was called all the same")
+
+    result, _ = swept(
+        tmp_path, Hangs(str(tmp_path), ""), Second(str(tmp_path), ""),
+        limits=StepLimits(first_call_s=8),
+    )  # fmt: skip
+    rows = {row.candidate.backend: row for row in result.measurements}
+    assert (rows["first"].status, rows["second"].status) == ("timeout", "ok")
+    assert rows["first"].reason.startswith("first compile: no end after 8 s")
+    assert not (tmp_path / "called").exists()
+
+
 def test_time_that_is_up_ends_the_waiting_and_what_has_not_begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
