@@ -3,8 +3,8 @@
 A sweep on a GPU waits for compilers more than half of its time, and keeps about half of 16 cores
 busy. Helpers of the lowest priority fill the compilers' caches for the lines that come next:
 kernels of each backend's own setting, of the known good ones that a search begins with, and those
-that verifying needs. On an H200 with 32 cores a sweep of 14 token counts then took 110 to 166 s
-instead of 160 to 240, two at a time.
+that verifying needs. On two H200 with 32 cores a sweep of 14 token counts and eight settings then
+took 110 to 166 s instead of 140 to 240.
 
 A helper touches no device. What it builds lies in caches on disk, as in a sweep's own
 (:mod:`autosel.worker_compile`); what it fails to build is told by the sweep.
