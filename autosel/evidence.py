@@ -41,6 +41,7 @@ class Evidence:
     sweeps    the tuning runs that measured some of it, oldest first
     certificates  what was proven about the candidates, where that was kept
     command   what made it, where that was not `autosel sweep`
+    swept     the `autosel sweep` that made it, with its options, where that is known
     target    the words that name the layer on a command line; empty where they are not known
     figures   for a published table, which has no samples: what its numbers are. Its times are
               drawn, and nothing is claimed about their noise.
@@ -61,6 +62,7 @@ class Evidence:
     figures: str = ""
     target: str = ""
     command: str = ""
+    swept: str = ""
 
     @property
     def correct(self) -> tuple[Measurement, ...]:

@@ -22,6 +22,7 @@ from autosel.evidence import ratio as compared
 from autosel.plots.speedup import fastest, speedup_data
 from autosel.report_verdict import Verdict, verdict
 from autosel.safe_text import printable
+from autosel.sweep_words import sweep_command
 from autosel.words import is_settled, problem_text, settled_text
 
 #: The batch that the summary speaks of unless asked for another.
@@ -150,7 +151,7 @@ def _decisions(found: Sequence[Evidence]) -> Table:
         "fastest other backend. Settled: whether another run would choose the same backend; ties "
         "go to a fixed order. Speed-up: "
         "over the backend that vLLM's fixed order takes, at its own fastest settings (? where the "
-        "95 % interval includes 1)."
+        "95 % interval includes 1 and it is another backend)."
     )
     return Table("decisions", "What to use", columns, tuple(rows), note)
 
@@ -272,6 +273,9 @@ def _commands(found: Sequence[Evidence], place: str) -> Iterable[str]:
     yield from dict.fromkeys(one.command for one in found if one.command)
     for one in found:
         if one.command:
+            continue
+        if one.swept or (one.sweeps and one.target):
+            yield f"{one.swept or sweep_command(one)} --db fresh.db"
             continue
         counts = ",".join(map(str, one.token_counts)) or "1,16"
         target = one.target or f"CHECKPOINT  # {printable(one.label)}"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
 
+from autosel import registry
 from autosel.cli.text import percent_text, time_text, tokens_text
 from autosel.core import Decision, TokenBucket
 from autosel.evidence import Evidence
 from autosel.plots.speedup import speedup_data
 from autosel.safe_text import printable
-from autosel.words import device_text, is_settled, open_rivals, settled_text
+from autosel.words import device_text, is_settled, open_rivals, quant_text, settled_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,10 @@ class Verdict:
 
 def verdict(one: Evidence, batch: int, place: str = "") -> Verdict:
     """Which backend to use for one layer at ``batch`` tokens, and why."""
-    where = f"{printable(device_text(one.device))}, {one.routing} routing"
+    where = (
+        f"{quant_text(one.problem)}, {one.problem.act_dtype} activations; measured on "
+        f"{printable(device_text(one.device))}, {one.routing} routing"
+    )
     check = _check(one, batch, place)
     outcome = one.outcome(batch)
     if outcome is None:
@@ -48,7 +53,7 @@ def verdict(one: Evidence, batch: int, place: str = "") -> Verdict:
         f"Use {outcome.winner.backend} at {tokens_text(batch)}: "
         f"{time_text(outcome.winner_us)} a call."
     )
-    why = [*_margin(outcome), *_priority(one, outcome), *_accuracy(outcome)]
+    why = [*_margin(outcome), *_priority(one, outcome), *_accuracy(outcome), *_ours(outcome)]
     if outcome.winner.params:
         why.append(f"Its settings: {printable(outcome.winner.key)}.")
     bucket = outcome.bucket
@@ -108,6 +113,10 @@ def _priority(one: Evidence, d: Decision) -> list[str]:
     if row is None or pd.isna(row["baseline"]) or pd.isna(row["speedup"]):
         return []
     name = printable(row["baseline"])
+    rival = d.runner_up.backend if d.runner_up else ""
+    same = d.margin is not None and math.isclose(row["speedup"] - 1, d.margin, abs_tol=5e-4)
+    if row["baseline"] == rival != d.winner.backend and same:
+        return [f"{name} is also what vLLM's fixed order of backends takes."]
     if row["baseline"] == row["chosen"]:
         return [f"vLLM's fixed order of backends takes {name} as well."]
     change = row["speedup"] - 1
@@ -133,6 +142,18 @@ def _accuracy(d: Decision) -> list[str]:
     return [
         f"{printable(best.candidate.backend)}, which quantises activations to 8 bits inside, would "
         f"gain {gain}; it is chosen only where allowed (--allow-a8)."
+    ]
+
+
+def _ours(d: Decision) -> list[str]:
+    """Who runs a backend that no engine has."""
+    name = d.winner.backend
+    known = {backend.name: backend for backend in registry.all_backends()}
+    if name not in known or not known[name].ours:
+        return []
+    return [
+        f"{printable(name)} is autosel's own kernel: autosel.FusedMoE runs it, and vLLM with "
+        "autosel's plugin; vLLM alone has no option for it."
     ]
 
 

@@ -29,9 +29,10 @@ from autosel.packs.build import line
 from autosel.packs.model import Pack
 from autosel.store import Store
 from autosel.storefile import Opened, contents
+from autosel.sweep_words import sweep_command
 from autosel.tables import Tables
 from bench import device_results_packs, device_results_tables
-from bench.results_layers import named, slug, sweep_command
+from bench.results_layers import named, slug, with_best_ceilings
 
 ENVIRONMENT = "environment.json"
 SAMPLES, DECISIONS, PACKS = "samples.csv.xz", "decisions.csv", "packs"
@@ -78,7 +79,9 @@ def export(db: Path, folder: Path, *, device: str | None = None) -> Exported:
         content.write(pack, folder / PACKS / f"{name}.json")
     text = device_results_tables.samples_text(found).encode()
     _write(folder / SAMPLES, lzma.compress(text, preset=6))
-    _write(folder / DECISIONS, device_results_tables.decisions_text(found).encode())
+    _write(
+        folder / DECISIONS, device_results_tables.decisions_text(with_best_ceilings(found)).encode()
+    )
     facts = environment(found, folder.name)
     _write(folder / ENVIRONMENT, (json.dumps(facts, indent=1, sort_keys=True) + "\n").encode())
     for words in left_out:

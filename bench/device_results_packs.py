@@ -24,8 +24,9 @@ from autosel.packs.models import of_preset
 from autosel.records import MODE_NAMES
 from autosel.stats import Summary
 from autosel.store import Store
+from autosel.sweep_words import sweep_command
 from autosel.words import open_rivals
-from bench.results_layers import slug, sweep_command
+from bench.results_layers import slug
 
 F = TypeVar("F", ErrorFigures | None, Summary | None)
 

@@ -30,7 +30,7 @@ from autosel.report_verdict import Verdict
 from autosel.roofline import Ceilings
 from bench import results_data
 from bench.device_results_export import ENVIRONMENT, read_environment
-from bench.results_layers import named, slug
+from bench.results_layers import named, slug, with_best_ceilings
 
 #: Tables without samples, by file name.
 TABLES: Mapping[str, Callable[[Path], list[Evidence]]] = {
@@ -84,7 +84,7 @@ def gather(folder: Path) -> list[Evidence]:
         for one in read(folder / name)
         if (one.problem, one.routing) not in known
     ]
-    return [*named(sampled), *tables]
+    return sorted(with_best_ceilings(named(sampled)), key=_name) + tables
 
 
 def _read(path: Path) -> list[Evidence]:
@@ -98,6 +98,11 @@ def _read(path: Path) -> list[Evidence]:
             raise error from None
 
 
+def _name(one: Evidence) -> tuple[str, str]:
+    """A layer's usual routing before others."""
+    return one.label.partition(", ")[0], one.label
+
+
 def _key(one: Evidence) -> tuple[object, ...]:
     return one.problem, one.device, one.routing, one.timing
 
@@ -108,15 +113,17 @@ def _with_facts(one: Evidence, facts: Any) -> Evidence:
     A pack has not all that was tried, so the cost of tuning cannot be told from it: what each step
     took is left out, and with it that figure.
     """
-    rows = tuple(map(_without_cost, one.measurements))
-    known = facts.get("ceilings") if isinstance(facts, Mapping) else None
+    facts = facts if isinstance(facts, Mapping) else {}
+    swept = str(facts.get("command", ""))
+    one = replace(one, measurements=tuple(map(_without_cost, one.measurements)), swept=swept)
+    known = facts.get("ceilings")
     if known is None:
-        return replace(one, measurements=rows)
+        return one
     try:
         ceilings, seed = Ceilings(**known), int(facts.get("seed", 0))
     except (TypeError, ValueError) as error:
         raise AutoselError(f"{ENVIRONMENT}, {one.label}: ceilings: {error}") from None
-    return replace(one, measurements=rows, ceilings=ceilings, seed=seed)
+    return replace(one, ceilings=ceilings, seed=seed)
 
 
 def _without_cost(m: Measurement) -> Measurement:

@@ -30,7 +30,7 @@ from bench.device_results_lines import read_lines
 from bench.device_results_sweep import Runner, Slot
 from bench.results_data import RESULTS, ROOT
 from bench.results_layers import slug
-from tests.made_evidence import GPU, row
+from tests.made_evidence import GPU, evidence, row
 
 #: The real one: the other tests must not see what ships.
 BUILT_IN = places.built_in
@@ -485,7 +485,7 @@ def test_the_index_reads_packs_with_their_ceilings_and_doubles_nothing(db, tmp_p
     export(db, folder)
     found = results_index.gather(folder)
     assert [one.label for one in found] == [
-        "granite-3-1b-a400m, zipf", "granite-3-1b-a400m", "olmoe-1b-7b TP2 asym",
+        "granite-3-1b-a400m", "granite-3-1b-a400m, zipf", "olmoe-1b-7b TP2 asym",
     ]  # fmt: skip
     assert all(one.ceilings is not None and one.target for one in found)
     # The same layers again in a database and in an export: once each.
@@ -571,7 +571,7 @@ def test_shipped_packs_answer_on_their_machine(path, tmp_path, monkeypatch):
 def test_from_a_file_of_sweeps_to_an_answer(tmp_path, monkeypatch, capsys):
     """The two commands with real sweeps, then a machine like this one that never swept."""
     words = "granite-3-1b-a400m --experts 2"
-    options = "--tokens 1 --backends emulation,torch_int4 --limit 0.1 --trials 1 --device cpu"
+    options = "--tokens 1 --backends emulation,torch_int4 --limit 0.5 --trials 1 --device cpu"
     path, db = lines_of(tmp_path, f"{words} {options}"), tmp_path / "all.db"
     assert device_results.main(["sweep", str(path), "--db", str(db)]) == 0
     assert "1 of 1 decided" in capsys.readouterr().out
@@ -597,3 +597,20 @@ def test_from_a_file_of_sweeps_to_an_answer(tmp_path, monkeypatch, capsys):
     (answer,) = json.loads(capsys.readouterr().out)["answers"]
     assert answer["status"] == "tuned"
     assert (answer["origin"]["tier"], answer["origin"]["grade"]) == ("built-in", "exact")
+
+
+def test_the_best_that_any_sweep_measured_of_a_device_is_every_layers_ceiling():
+    from autosel.roofline import Ceilings
+    from bench.results_layers import with_best_ceilings
+
+    def one(read, rate, **more):
+        return evidence([row("emulation", 16, 10.0)], ceilings=Ceilings(read, rate), **more)
+
+    half = replace(one(1.0, 900.0), problem=replace(LAYER, act_dtype="float16"))
+    other = replace(one(9000.0, 9.0), device=replace(GPU, name="Another GPU"))
+    without = replace(one(1.0, 1.0), ceilings=None)
+    found = with_best_ceilings([one(4000.0, 700.0), one(4300.0, 600.0), half, other, without])
+    assert [item.ceilings for item in found] == [
+        Ceilings(4300.0, 700.0), Ceilings(4300.0, 700.0), Ceilings(4300.0, 900.0),
+        Ceilings(9000.0, 9.0), None,
+    ]  # fmt: skip

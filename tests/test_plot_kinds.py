@@ -388,3 +388,24 @@ def test_decisions_are_made_where_none_is_stored():
     assert outcome.winner == Candidate("a")
     assert math.isclose(outcome.winner_us, 7, rel_tol=1e-6)
     assert np.isclose(one.outcome(1).winner_us, 5)
+
+
+def test_marks_in_narrow_bands_are_told_in_the_footer():
+    figure = plots.kind("crossover").figure([grown()], plots.Options())
+    words = " ".join(text.get_text() for text in figure.findobj(matplotlib.text.Text))
+    assert "In narrow bands: " in words
+    assert "humming" in words.partition("In narrow bands: ")[2]
+    assert "marlin" in words.partition("In narrow bands: ")[2]
+
+
+def test_another_setting_of_one_backend_is_no_slower_choice():
+    """vLLM's own backend is chosen with a setting that ties with its fastest one."""
+    fast, chosen = row("humming", 16, 10.0, rows=8), row("humming", 16, 10.3, rows=16)
+    other = row("emulation", 16, 20.0)
+    one = evidence([fast, chosen, other], [decided(chosen, 1, None, runner_up=other.candidate)])
+    kind = plots.kind("speedup")
+    told = kind.describe(kind.table([one], plots.Options(baseline="humming")))
+    assert "0 cells where the chosen one is clearly slower, 1 where another setting" in told
+    worse = evidence([fast, other], [decided(other, 1, None, runner_up=fast.candidate)])
+    told = kind.describe(kind.table([worse], plots.Options(baseline="humming")))
+    assert told.endswith("1 cells where the chosen one is clearly slower.")

@@ -40,6 +40,8 @@ CROSSOVER_COLUMNS = (
 )  # fmt: skip
 
 NOTHING = "nothing usable"
+#: matplotlib's markers as characters, for the footer.
+MARKS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "*": "★"}
 #: Inches of a row; two lines of text need the upper, one the lower.
 TWO_LINES, ONE_LINE = 0.42, 0.26
 
@@ -162,13 +164,11 @@ def _draw_run(axes: Axes, row: Any, end: float, y: int, rows: int, look: Style) 
     )  # fmt: skip
     axes.plot([start, start], [y - 0.4, y + 0.4], color="black", linewidth=1.2, zorder=3)
     room = width_inches(axes) * math.log(end / start) / math.log(right / left) - 0.1
-    if room < 0.12:
-        return
     text = row["series"] + ("" if row["settled"] else " ?")
     lines = [shortened(text, room, 8)] if room > 0.45 else []
     if not pd.isna(row["crossing"]) and room > 0.5:
         tokens = row["crossing"]
-        crossing = f"from {tokens:.0f}" if tokens >= 100 else f"from {tokens:.3g}"
+        crossing = f"from {tokens:.0f}" if tokens >= 10 else f"from {tokens:.2g}"
         both = f"{text} {crossing}"
         if height_inches(axes) / rows > TWO_LINES:
             lines.append(crossing)
@@ -181,7 +181,8 @@ def _draw_run(axes: Axes, row: Any, end: float, y: int, rows: int, look: Style) 
             linespacing=1.2, bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         )  # fmt: skip
     else:
-        axes.plot([middle], [y], marker=look.marker, color="black", markersize=5, zorder=4)
+        points = 5 if room > 0.12 else 3
+        axes.plot([middle], [y], marker=look.marker, color="black", markersize=points, zorder=4)
 
 
 def _table(found: Sequence[Evidence], options: Options) -> pd.DataFrame:
@@ -194,13 +195,21 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
     footer = [
         f"Chosen by the {figure_words(found[0])}. A border with a number is where the two lines "
         "cross between measured token counts; others lie halfway. "
-        + ("" if found[0].figures else "?: tied with another backend or too noisy somewhere.")
+        + ("" if found[0].figures else "?: tied with another backend or too noisy somewhere. ")
+        + _marks(table)
     ]
     words = caption(found, options, "What is chosen where", routings(found), footer)
     size = options.size
     if size == WIDE:  # nobody asked for a size: as tall as its rows need
         size = (size[0], max(size[1], 1.6 + ONE_LINE * table["layer"].nunique()))
     return plot_crossover(table, words, size)
+
+
+def _marks(table: pd.DataFrame) -> str:
+    """What stands for whom where a band has no room for a name."""
+    looks = styles(table["series"])
+    told = [f"{MARKS[look.marker]} {name}" for name, look in looks.items() if look.marker in MARKS]
+    return f"In narrow bands: {', '.join(told)}." if len(told) > 1 else ""
 
 
 def _describe(table: pd.DataFrame) -> str:

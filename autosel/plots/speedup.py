@@ -231,7 +231,7 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
     need(having, f"layers with a baseline ({why})", f"--baseline of {known}")
     used = " or ".join(sorted(set(table["baseline"].dropna())))
     name = options.baseline or f"vLLM's priority choice ({used})"
-    unsure = "" if found[0].figures else " ?: the 95% interval includes 1."
+    unsure = "" if found[0].figures else " ?: the 95% interval includes 1, of two backends."
     footer = [
         "Number: time of the baseline's fastest setting over the chosen candidate's "
         f"({figure_words(found[0])}); above 1 the chosen one is faster.{unsure} "
@@ -244,13 +244,16 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
 def _describe(table: pd.DataFrame) -> str:
     """Range of the ratios and where the baseline wins."""
     known = table.dropna(subset=["speedup"])
-    slower = known[(known["speedup"] < 1) & (known["settled"] != False)]  # noqa: E712 - None is not
+    below = known[known["speedup"] < 1]
+    same = below["baseline"] == below["chosen"]
+    slower = below[~same & (below["settled"] != False)]  # noqa: E712 - None is not
     best: Any = known.sort_values("speedup").to_dict("records")[-1]
     return (
         f"Speed-up over {', '.join(sorted(set(known['baseline'])))} in {len(known)} cells: "
         f"{known['speedup'].min():.2f} to {known['speedup'].max():.2f}, most at "
         f"{best['num_tokens']} tokens of {best['layer']}; "
-        f"{len(slower)} cells where the chosen one is clearly slower."
+        f"{len(slower)} cells where the chosen one is clearly slower"
+        + (f", {same.sum()} where another setting of the same backend is." if same.any() else ".")
     )
 
 

@@ -14,6 +14,7 @@ from autosel.cli.commands.explain import margin_text
 from autosel.core import Candidate, Device, Rejected
 from autosel.decide_words import UNSETTLED
 from autosel.errors import AutoselError
+from autosel.plots.speedup import speedup_data
 from autosel.report_data import report_data
 from autosel.report_page import inline_svg, page, write_report
 from autosel.report_verdict import verdict
@@ -52,8 +53,35 @@ def test_the_summary_says_what_to_use_why_and_how_to_check_it():
         "autosel explain qwen3-30b-a3b --tokens 16 --db results.db",
         "autosel sweep qwen3-30b-a3b --tokens 16 --db fresh.db",
     )
+    assert any("autosel's own kernel" in words for words in told.why)
     assert told.settled
     assert "Test GPU" in told.device
+    assert told.device.startswith("int4 group 128 symmetric, bfloat16 activations; measured on ")
+
+
+def test_one_rival_is_told_once():
+    """Where the next best is what vLLM takes, one number says both."""
+    one = measured()
+    found = speedup_data([one]).set_index("num_tokens").loc[16, "speedup"] - 1
+    decisions = tuple(
+        replace(d, margin=found, margin_interval=(found - 0.01, found + 0.01))
+        for d in one.decisions
+    )
+    told = verdict(replace(one, decisions=decisions), 16)
+    assert told.why[0].startswith("The next best, humming, takes 45.5 % longer")
+    assert told.why[1] == "humming is also what vLLM's fixed order of backends takes."
+
+
+def test_an_engines_backend_is_nobodys_own():
+    rows = [row("humming", 16, 10.0), row("emulation", 16, 20.0)]
+    told = verdict(evidence(rows, [decided(rows[0], 16, 16, runner_up=rows[1].candidate)]), 16)
+    assert not any("own kernel" in words for words in told.why)
+
+
+def test_the_command_that_measured_is_told_with_its_options():
+    swept = "autosel sweep qwen3-30b-a3b --trials 4 --backends humming,marlin"
+    data = report_data([replace(measured(), swept=swept)], title="t", made="m")
+    assert data.commands[0] == f"{swept} --db fresh.db"
 
 
 def test_other_token_counts_are_told_by_runs_and_large_margins_as_times():
