@@ -7,6 +7,7 @@ described like any other: as its CPU.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import json
@@ -23,6 +24,7 @@ import torch
 from autosel import cpuinfo, kernel_identity
 from autosel.core import Device
 from autosel.errors import AutoselError, field_error
+from autosel.failures import CAUGHT
 
 Kind = Literal["cpu", "cuda", "rocm", "xpu"]
 
@@ -226,15 +228,20 @@ _DETECTORS: dict[str, Callable[[int], Device]] = {
 
 
 def package_versions(kind: Kind) -> tuple[tuple[str, str], ...]:
-    """Versions of torch, Triton, the toolkit and every backend's distributions; absent ones not.
+    """Versions of torch, Triton, the toolkit and every backend's distributions; absent ones not,
+    unless a backend runs their code from elsewhere: then its hash stands for the version.
 
     Our own kernels for ``kind`` stand among them with a hash of their sources.
     """
     # Here, because the registry loads backends and they may want a device of their own.
     from autosel.registry import all_backends
 
-    names = {"torch", "triton", *(d for b in all_backends() for d in b.distributions)}
+    backends = all_backends()
+    names = {"torch", "triton", *(d for b in backends for d in b.distributions)}
     found: dict[str, str] = {}
+    for backend in backends:
+        with contextlib.suppress(*CAUGHT):  # a plugin's mistake is not the device's
+            found |= backend.unpackaged()
     for name in names:
         try:
             found[name] = metadata.version(name)

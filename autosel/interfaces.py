@@ -184,6 +184,13 @@ class Backend(ABC):
         """
         return token_counts[:1]
 
+    def unpackaged(self) -> Mapping[str, str]:
+        """What it would run here that no installed distribution has (a library or folder that a
+        variable or the path names): the content's hash by the name of the distribution that it
+        stands for. Such names belong to the key like :attr:`distributions`. No device work.
+        """
+        return {}
+
     @abstractmethod
     def run(
         self,

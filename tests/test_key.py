@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 from dataclasses import fields, replace
+from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from autosel import device as device_module
-from autosel import kernel_identity, native
+from autosel import kernel_identity, native, registry
+from autosel.backends import _humming_choices, _vllm_ops
 from autosel.core import Activation, Device, Problem, QuantScheme
 from autosel.explanation import explain
 from autosel.identity import stale
@@ -254,3 +258,61 @@ def test_nothing_is_hashed_at_import():
 )
 def test_the_slice_of_a_mig_instance(name, expected):
     assert device_module._mig_slice(name) == expected
+
+
+# what runs without being installed ---------------------------------------------------------
+
+
+def versions() -> dict[str, str]:
+    return dict(device_module.package_versions("cuda"))
+
+
+def none_installed(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)
+
+
+def test_libraries_that_a_variable_names_count_by_their_content(tmp_path, monkeypatch):
+    """Another release's operators are another backend, though no version says so."""
+    files = tmp_path / "one.so", tmp_path / "two.so"
+    for file in files:
+        file.write_bytes(b"operators")
+    monkeypatch.delenv(_vllm_ops.LIBRARY_VARIABLE, raising=False)
+    monkeypatch.setattr(metadata, "version", none_installed)
+    assert "vllm" not in versions()
+    monkeypatch.setenv(_vllm_ops.LIBRARY_VARIABLE, os.pathsep.join(map(str, files)))
+    before = versions()["vllm"]
+    assert before.startswith("sha256:")
+    files[1].write_bytes(b"operatorz")
+    os.utime(files[1], ns=(1, 1))
+    assert versions()["vllm"] != before
+    monkeypatch.setattr(metadata, "version", lambda name: "0.33.0")
+    assert versions()["vllm"] == "0.33.0", "the installed one's number says it"
+    monkeypatch.setattr(metadata, "version", none_installed)
+    monkeypatch.setenv(_vllm_ops.LIBRARY_VARIABLE, str(tmp_path / "missing.so"))
+    assert "vllm" not in versions()
+
+
+def test_a_package_in_a_folder_counts_by_its_content(tmp_path, monkeypatch):
+    found = []
+    for text in ("a = 1", "a = 2", None):
+        with monkeypatch.context() as patched:
+            patched.setattr(metadata, "version", none_installed)
+            patched.setattr(_humming_choices, "_sources", _humming_choices._sources.__wrapped__)
+            spec = None
+            if text is not None:
+                (tmp_path / "forward.py").write_text(text)
+                spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+            patched.setattr(importlib.util, "find_spec", lambda name, s=spec: s)
+            found.append(_humming_choices.unpackaged().get("humming-kernels"))
+    one, two, missing = found
+    assert one.startswith("sha256:")
+    assert one != two
+    assert missing is None
+
+
+def test_a_plugin_that_fails_to_say_is_left_out(monkeypatch):
+    def broken(self):
+        raise RuntimeError("no idea")
+
+    monkeypatch.setattr(type(registry.get("emulation")), "unpackaged", broken)
+    assert "torch" in versions()

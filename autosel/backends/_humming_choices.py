@@ -19,7 +19,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -207,6 +207,15 @@ def _sources() -> str:
             raise
         version = "no version"
     return f"{version} {state.hexdigest()}"
+
+
+def unpackaged() -> Mapping[str, str]:
+    """The hash of a Humming that lies in a folder on the path and is not installed."""
+    try:
+        told, _, content = _sources().rpartition(" ")
+    except metadata.PackageNotFoundError:
+        return {}
+    return {DISTRIBUTION: f"sha256:{content[:20]}"} if told == "no version" else {}
 
 
 def _sha256(value: Any) -> str:

@@ -10,7 +10,9 @@ Releases differ in their arguments, so calls are made from the operator's schema
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import os
 import threading
 from collections.abc import Mapping
@@ -54,6 +56,33 @@ def find(namespace: str, name: str) -> Any | None:
                     _missing.add(key)
                     return None
     return getattr(getattr(torch.ops, namespace), name).default
+
+
+def unpackaged() -> Mapping[str, str]:
+    """A hash of the libraries that the variable names, where no vllm is installed beside them."""
+    named = [Path(p) for p in os.environ.get(LIBRARY_VARIABLE, "").split(os.pathsep) if p]
+    facts = tuple(
+        (str(p), s.st_mtime_ns, s.st_size) for p in named if p.is_file() and (s := p.stat())
+    )
+    if not facts:
+        return {}
+    for distribution in DISTRIBUTIONS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            metadata.version(distribution)
+            return {}
+    return {DISTRIBUTIONS[0]: _hash(facts)}
+
+
+@functools.lru_cache(maxsize=4)
+def _hash(facts: tuple[tuple[str, int, int], ...]) -> str:
+    """One hash of some files; ``facts``: path, time of change and size of each."""
+    state = hashlib.sha256()
+    for path, _, size in facts:
+        state.update(f"{size}\n".encode())
+        with open(path, "rb") as file:
+            while block := file.read(1 << 20):
+                state.update(block)
+    return "sha256:" + state.hexdigest()[:20]
 
 
 def why_missing(namespace: str, name: str) -> str:

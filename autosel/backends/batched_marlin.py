@@ -5,6 +5,7 @@ The buffer is filled from ordinary activations first, see :mod:`autosel.backends
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -24,6 +25,9 @@ class BatchedMarlin(Backend):
     name: ClassVar[str] = "batched_marlin"
     summary: ClassVar[str] = "Marlin on per-expert batches, for all-to-all dispatch"
     distributions: ClassVar[tuple[str, ...]] = _vllm_ops.DISTRIBUTIONS
+
+    def unpackaged(self) -> Mapping[str, str]:
+        return _vllm_ops.unpackaged()
 
     def available(self, device: Device) -> Support:
         needs = Requirements()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -68,6 +68,9 @@ class Humming(Backend):
     summary: ClassVar[str] = "just-in-time compiled kernels of humming-kernels"
     distributions: ClassVar[tuple[str, ...]] = (DISTRIBUTION,)
     kinds: ClassVar[tuple[str, ...]] = KINDS
+
+    def unpackaged(self) -> Mapping[str, str]:
+        return _humming_choices.unpackaged()
 
     def available(self, device: Device) -> Support:
         needs = Requirements()

@@ -7,7 +7,7 @@ split-K reduction in float32; weights are rounded to the activations' type.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -168,6 +168,9 @@ class Marlin(Backend):
 
     def block_size(self, problem: Problem, num_tokens: int) -> int:
         return max(self.block_sizes[0], default_block_size(problem, num_tokens))
+
+    def unpackaged(self) -> Mapping[str, str]:
+        return _vllm_ops.unpackaged()
 
     def available(self, device: Device) -> Support:
         needs = Requirements()

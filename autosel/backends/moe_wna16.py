@@ -8,6 +8,7 @@ atomics in arbitrary order, so two runs may differ in the last bits.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,9 @@ class MoeWna16(Backend):
     name: ClassVar[str] = "moe_wna16"
     summary: ClassVar[str] = "vLLM's CUDA kernel without tensor cores, for few tokens"
     distributions: ClassVar[tuple[str, ...]] = _vllm_ops.DISTRIBUTIONS
+
+    def unpackaged(self) -> Mapping[str, str]:
+        return _vllm_ops.unpackaged()
 
     def available(self, device: Device) -> Support:
         needs = Requirements()

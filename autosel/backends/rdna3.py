@@ -6,6 +6,7 @@ the last bits from run to run; both outputs must start from zero.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -28,6 +29,9 @@ class Rdna3(Backend):
     name: ClassVar[str] = "rdna3"
     summary: ClassVar[str] = "vLLM's int4 kernel for AMD RDNA3"
     distributions: ClassVar[tuple[str, ...]] = _vllm_ops.DISTRIBUTIONS
+
+    def unpackaged(self) -> Mapping[str, str]:
+        return _vllm_ops.unpackaged()
 
     def available(self, device: Device) -> Support:
         needs = Requirements()
