@@ -239,14 +239,15 @@ def package_versions(kind: Kind) -> tuple[tuple[str, str], ...]:
     backends = all_backends()
     names = {"torch", "triton", *(d for b in backends for d in b.distributions)}
     found: dict[str, str] = {}
-    for backend in backends:
-        with contextlib.suppress(*CAUGHT):  # a plugin's mistake is not the device's
-            found |= backend.unpackaged()
     for name in names:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
+    for backend in backends:
+        if not found.keys() >= {*backend.distributions}:
+            with contextlib.suppress(*CAUGHT):  # a plugin's mistake is not the device's
+                found = {**backend.unpackaged(), **found}
     found["torch"] = torch.__version__
     toolkit = torch.version.hip or torch.version.cuda
     if toolkit:

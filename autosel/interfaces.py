@@ -187,7 +187,8 @@ class Backend(ABC):
     def unpackaged(self) -> Mapping[str, str]:
         """What it would run here that no installed distribution has (a library or folder that a
         variable or the path names): the content's hash by the name of the distribution that it
-        stands for. Such names belong to the key like :attr:`distributions`. No device work.
+        stands for. They belong to the key like :attr:`distributions`, and are asked for where one
+        of these is not installed. No device work.
         """
         return {}
 

@@ -32,6 +32,8 @@ FORMATS = (".png", ".svg", ".csv")
 GREY = "#555555"
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F6000")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">", "h")
+#: The same as characters of a text.
+_SYMBOLS = dict(zip(_MARKERS, "●■▲◆▼✚✖★◀▶⬢", strict=True))
 _LINES: tuple[Any, ...] = (
     "-",
     (0, (5, 1.5)),
@@ -84,6 +86,11 @@ class Style:
     marker: str
     line: Any
     hatch: str = ""
+
+    @property
+    def symbol(self) -> str:
+        """The marker as a character."""
+        return _SYMBOLS[self.marker]
 
     @property
     def pale(self) -> str:

@@ -148,8 +148,7 @@ def _accuracy(d: Decision) -> list[str]:
 def _ours(d: Decision) -> list[str]:
     """Who runs a backend that no engine has."""
     name = d.winner.backend
-    known = {backend.name: backend for backend in registry.all_backends()}
-    if name not in known or not known[name].ours:
+    if not any(backend.ours and backend.name == name for backend in registry.all_backends()):
         return []
     return [
         f"{printable(name)} is autosel's own kernel: autosel.FusedMoE runs it, and vLLM with "

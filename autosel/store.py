@@ -228,6 +228,16 @@ class Store(StoreReader):
         return self._tables.id_of("candidates", rows.candidate_columns(candidate), {})
 
 
+@contextmanager
+def snapshot(db: str | Path) -> Iterator[Store]:
+    """What a database or a folder of segments holds now, in memory; it stays as it is.
+
+    Raises as :func:`autosel.storefile.contents` does.
+    """
+    with contents(db) as connection:
+        yield Store(Opened(Tables(connection, None), None))
+
+
 #: A store, the path of one, or None for the user's.
 Database = str | Path | Store | None
 

@@ -181,6 +181,11 @@ def _inspect(path: Path) -> None:
             check_content(path, connection, size)
 
 
+def is_there(path: str | Path) -> bool:
+    """Whether a database, or the folder of its segments, lies at ``path``."""
+    return Path(path).exists() or Path(f"{path}{SUFFIX}").is_dir()
+
+
 @contextlib.contextmanager
 def contents(path: str | Path) -> Iterator[sqlite3.Connection]:
     """What a database or a folder of segments holds, in memory; it stays as it is.

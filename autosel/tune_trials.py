@@ -223,9 +223,7 @@ class Trials:
         if illegal is not None:
             why = f"its default setting is illegal here: {illegal}"
             turn.refusal, turn.refused = ("unsupported", why), space.default
-        if self.settings.trials == 1 and illegal is None:
-            return turn  # its own setting alone
-        if len(points) > FINALISTS:
+        if len(points) > FINALISTS and self.settings.trials > 1:
             turn.searched = space
         else:
             others = [p for p in points if illegal is not None or p != space.default]

@@ -23,6 +23,11 @@ def quick_counts(problem: Problem) -> tuple[int, ...]:
     return _counts(plan, (*recipes, *SPECIAL))
 
 
+def verified_counts(problem: Problem, num_tokens: int) -> tuple[int, ...]:
+    """What is called of a candidate at a token count: that first, then the quick set's others."""
+    return (num_tokens, *(m for m in quick_counts(problem) if m != num_tokens))
+
+
 def full_counts(problem: Problem, edges: Sequence[int] = ()) -> tuple[int, ...]:
     """Token counts that the full set adds; ``edges`` as :class:`~autosel.verify_suite.Suite`'s."""
     known = set(quick_counts(problem))

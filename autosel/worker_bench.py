@@ -27,7 +27,7 @@ from autosel.timing import Timer, TimingSettings
 from autosel.trial import Bench
 from autosel.trial_rows import Known, blank_row
 from autosel.tune_types import Observer, SweepSettings
-from autosel.verify_sizes import extreme_counts, full_counts, quick_counts
+from autosel.verify_sizes import extreme_counts, full_counts, verified_counts
 from autosel.verify_suite import extreme_problem
 from autosel.worker import Worker, WorkerDiedError
 from autosel.worker_beat import NOBODY
@@ -143,9 +143,9 @@ class WorkerBench:
         for params in points:
             with contextlib.suppress(*CAUGHT):  # the attempt will tell
                 candidate = self.candidate(backend, params)
-                counts = [num_tokens]
+                counts: Sequence[int] = [num_tokens]
                 if verify and candidate not in self._known.verdicts:  # else never again
-                    counts += [m for m in quick_counts(self._problem) if m != num_tokens]
+                    counts = verified_counts(self._problem, num_tokens)
                 self._compile(candidate, self._problem, counts, num_tokens)
 
     def compile_proof(self, candidate: Candidate, num_tokens: int) -> None:
@@ -333,7 +333,7 @@ class WorkerBench:
 
     def _late(self, candidate: Candidate, num_tokens: int) -> str:
         """Why a compiler was ended that the candidate's calls at this token count need; else ""."""
-        counts = {num_tokens, *quick_counts(self._problem)}
+        counts = verified_counts(self._problem, num_tokens)
         ours = (one for one in self._jobs_of(candidate) if one.job.problem == self._problem)
         return next((one.late for one in ours if one.late and one.job.num_tokens in counts), "")
 

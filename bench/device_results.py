@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,8 +23,8 @@ from autosel.cpuinfo import usable_cpus
 from autosel.errors import AutoselError
 from bench import device_results_export, device_results_sweep
 from bench.device_results_lines import read_lines
+from bench.interrupts import INTERRUPTED, end_cleanly
 
-INTERRUPTED = 130
 T = TypeVar("T")
 
 
@@ -102,7 +101,5 @@ def _of_click(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 if __name__ == "__main__":
-    # A shell starts background jobs with interrupts ignored; whatever ends this ends it cleanly.
-    for wish in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(wish, signal.default_int_handler)
+    end_cleanly()
     sys.exit(main())

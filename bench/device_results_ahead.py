@@ -21,7 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 
 from autosel import neighbours, registry
@@ -30,20 +30,18 @@ from autosel.failures import CAUGHT
 from autosel.interfaces import Backend
 from autosel.records import to_json
 from autosel.search import first_points
-from autosel.segments import SUFFIX
-from autosel.store import Store
-from autosel.storefile import Opened, contents
-from autosel.tables import Tables
+from autosel.store import Store, snapshot
+from autosel.storefile import is_there
 from autosel.tune_search import NEARBY
 from autosel.tune_types import SweepSettings
-from autosel.verify_sizes import extreme_counts, full_counts, quick_counts
+from autosel.verify_sizes import extreme_counts, full_counts, verified_counts
 from autosel.verify_suite import extreme_problem
 from autosel.worker_compile import compiles_ahead
 from bench.device_results_lines import Line, read_words
 
-#: Settings of a backend and token count that are compiled, at most, and those with all that
-#: verifying calls: more are seldom among the fastest four.
-SETTINGS, VERIFIED = 8, 4
+#: Settings of a backend and token count that are compiled, at most; those with all that verifying
+#: calls, since more are seldom among the fastest four; and those with all that a proof calls.
+SETTINGS, VERIFIED, PROVEN = 8, 4, 2
 #: Jobs that wait for each helper: enough to keep it busy, few enough to follow what sweeps store.
 WAITING = 4
 
@@ -103,24 +101,23 @@ def jobs(line: Line, store: Store, device: Device) -> Iterator[Job]:
 
 
 def _every_job(line: Line, store: Store, device: Device) -> Iterator[Job]:
+    names = line.asked.get("backends") or [b.name for b in registry.all_backends()]
     for problem in line.problems:
         counts = SweepSettings(token_counts=line.tokens).tokens(device)
-        verified = quick_counts(problem)
         proven = full_counts(problem, counts)
-        small = extreme_problem(problem)
-        for num_tokens in counts:
-            for name in line.asked.get("backends") or [b.name for b in registry.all_backends()]:
-                backend = registry.get(name)
-                for place, params in enumerate(_points(backend, problem, line, store, device,
-                                                       num_tokens)):  # fmt: skip
-                    wanted = [num_tokens]
-                    if place < VERIFIED:
-                        wanted += [count for count in verified if count != num_tokens]
-                    if place < 2:  # what is chosen is proven on the full set
-                        wanted += [count for count in proven if count not in wanted]
-                    yield from _jobs(backend, problem, params, wanted, device)
-                    if place < 2:
-                        yield from _jobs(backend, small, params, extreme_counts(problem), device)
+        for num_tokens, name in product(counts, names):
+            backend = registry.get(name)
+            points = _points(backend, problem, line, store, device, num_tokens)
+            for place, params in enumerate(points):
+                wanted = [num_tokens]
+                if place < VERIFIED:
+                    wanted = [*verified_counts(problem, num_tokens)]
+                if place < PROVEN:
+                    wanted += [count for count in proven if count not in wanted]
+                yield from _jobs(backend, problem, params, wanted, device)
+                if place < PROVEN:
+                    small, least = extreme_problem(problem), extreme_counts(problem)
+                    yield from _jobs(backend, small, params, least, device)
 
 
 def _points(
@@ -164,27 +161,15 @@ def main() -> int:
     lines = [read_words(tuple(words), "line") for words in told["lines"]]
     helpers = told["helpers"]
     waiting: set[Future[None]] = set()
-    with (
-        _stored(Path(told["db"])) as store,
-        ProcessPoolExecutor(helpers, initializer=_least) as pool,
-    ):
+    # A copy, since sweeps write to the database.
+    known = snapshot(told["db"]) if is_there(told["db"]) else Store.open(":memory:")
+    with known as store, ProcessPoolExecutor(helpers, initializer=_least) as pool:
         left = [line for line in lines if line.decided(store, device) < line.counts(device)]
         for job in chain.from_iterable(jobs(line, store, device) for line in left[told["skip"] :]):
             if len(waiting) >= helpers * WAITING:
                 _, waiting = wait(waiting, return_when=FIRST_COMPLETED)
             waiting.add(pool.submit(_compile, job, device))
     return 0
-
-
-@contextlib.contextmanager
-def _stored(db: Path) -> Iterator[Store]:
-    """What the database holds now, in memory: sweeps write to it."""
-    if not (db.exists() or Path(f"{db}{SUFFIX}").is_dir()):
-        with Store.open(":memory:") as store:
-            yield store
-        return
-    with contents(db) as connection:
-        yield Store(Opened(Tables(connection, None), None))
 
 
 if __name__ == "__main__":

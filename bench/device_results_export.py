@@ -27,10 +27,8 @@ from autosel.evidence import Evidence, gather_all
 from autosel.packs import content
 from autosel.packs.build import line
 from autosel.packs.model import Pack
-from autosel.store import Store
-from autosel.storefile import Opened, contents
+from autosel.store import Store, snapshot
 from autosel.sweep_words import sweep_command
-from autosel.tables import Tables
 from bench import device_results_packs, device_results_tables
 from bench.results_layers import named, slug, with_best_ceilings
 
@@ -55,8 +53,7 @@ def export(db: Path, folder: Path, *, device: str | None = None) -> Exported:
 
     Of a layer that was measured with several versions of the software the newest ships.
     """
-    with contents(db) as connection:
-        store = Store(Opened(Tables(connection, None), None))
+    with snapshot(db) as store:
         found = chosen(store, device, str(db))
         left_out: list[str] = []
         packs: dict[str, Pack] = {}

@@ -22,10 +22,11 @@ from pathlib import Path
 
 from autosel.core import Device
 from autosel.errors import AutoselError, field_error
-from autosel.segments import SUFFIX
 from autosel.store import Store
+from autosel.storefile import is_there
 from bench import device_results_ahead
 from bench.device_results_lines import Line
+from bench.interrupts import INTERRUPTED
 from bench.results_layers import slug
 
 #: Seconds between looks at what runs: a look costs a fraction of a millisecond.
@@ -123,7 +124,7 @@ class Runner:
         if self.slots[0].db != self.db:
             self._merge(self.slots, self.db)
             for slot in self.slots:
-                if _there(self.db):
+                if is_there(self.db):
                     with Store.open(slot.db, strict=True) as store:
                         store.merge(self.db)
         interrupted = False
@@ -142,7 +143,7 @@ class Runner:
             if self.slots[0].db != self.db:
                 self._merge(self.slots, self.db)
         self._summary(interrupted)
-        return 130 if interrupted else int(self.ends["failed"] > 0)
+        return INTERRUPTED if interrupted else int(self.ends["failed"] > 0)
 
     def _compile_ahead(self) -> subprocess.Popen[bytes] | None:
         """Helpers for the lines that do not begin at once; those compile for themselves."""
@@ -172,7 +173,7 @@ class Runner:
 
     def _start(self, slot: Slot, number: int, line: Line) -> None:
         device = slot.device(line.device)
-        if _there(slot.db):
+        if is_there(slot.db):
             with Store.open(slot.db, strict=True) as store:
                 if line.decided(store, device) >= line.counts(device):
                     self._tell(number, line, "complete", "skipped: the database has all of it")
@@ -238,7 +239,7 @@ class Runner:
         now.process.wait()
 
     def _merge(self, slots: Sequence[Slot], into: Path) -> None:
-        parts = [slot.db for slot in slots if _there(slot.db)]
+        parts = [slot.db for slot in slots if is_there(slot.db)]
         if parts:
             with Store.open(into, strict=True) as store:
                 for part in parts:
@@ -263,10 +264,6 @@ class Runner:
             f"{why}{len(self.lines)} sweeps in {self._seconds():.0f} s: {', '.join(parts)}; "
             f"kept in {self.db}{again}"
         )
-
-
-def _there(db: Path) -> bool:
-    return db.exists() or Path(f"{db}{SUFFIX}").is_dir()
 
 
 def _last_words(log: Path, start: int) -> str:

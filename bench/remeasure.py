@@ -17,7 +17,6 @@ import csv
 import math
 import random
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,6 +35,7 @@ from autosel.tune_types import Observer, SweepSettings
 from autosel.worker_bench import bench_for
 from bench.device_results_export import read_environment
 from bench.device_results_lines import layer_sources
+from bench.interrupts import INTERRUPTED, end_cleanly
 
 #: Seconds to wait for others to leave the processors, where calls run on them.
 QUIET_S = 60.0
@@ -272,11 +272,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 if __name__ == "__main__":
-    # A shell starts background jobs with interrupts ignored; whatever ends this ends it cleanly.
-    for wish in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(wish, signal.default_int_handler)
+    end_cleanly()
     sys.exit(main())

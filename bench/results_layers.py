@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from autosel import records
@@ -53,20 +53,15 @@ def with_best_ceilings(found: Sequence[Evidence]) -> list[Evidence]:
     A sweep measures what the device does in a fraction of a second beside whatever else runs: on
     one H200 3.7 to 4.3 TB/s, which put kernels at up to 110 % of their roofline.
     """
-    best: dict[str, float] = {}
-    for one in found:
-        if one.ceilings is not None:
-            device = records.device_text(one.device)
-            for key, value in (
-                (device, one.ceilings.read_gbps),
-                (f"{device} {one.problem.act_dtype}", one.ceilings.matmul_tflops),
-            ):
-                best[key] = max(best.get(key, 0.0), value)
-    return [
-        one if one.ceilings is None else replace(one, ceilings=_best(one, best)) for one in found
-    ]
+    known = [one for one in found if one.ceilings is not None]
+    return [one if one.ceilings is None else _with_best(one, known) for one in found]
 
 
-def _best(one: Evidence, best: Mapping[str, float]) -> Ceilings:
-    device = records.device_text(one.device)
-    return Ceilings(best[device], best[f"{device} {one.problem.act_dtype}"])
+def _with_best(one: Evidence, known: Sequence[Evidence]) -> Evidence:
+    device, dtype = records.device_text(one.device), one.problem.act_dtype
+    here = [other for other in known if records.device_text(other.device) == device]
+    read = max(o.ceilings.read_gbps for o in here if o.ceilings)
+    rate = max(
+        o.ceilings.matmul_tflops for o in here if o.ceilings and o.problem.act_dtype == dtype
+    )
+    return replace(one, ceilings=Ceilings(read, rate))

@@ -212,10 +212,10 @@ def _sources() -> str:
 def unpackaged() -> Mapping[str, str]:
     """The hash of a Humming that lies in a folder on the path and is not installed."""
     try:
-        told, _, content = _sources().rpartition(" ")
+        content = _sources().rpartition(" ")[2]
     except metadata.PackageNotFoundError:
         return {}
-    return {DISTRIBUTION: f"sha256:{content[:20]}"} if told == "no version" else {}
+    return {DISTRIBUTION: f"sha256:{content[:20]}"}
 
 
 def _sha256(value: Any) -> str:

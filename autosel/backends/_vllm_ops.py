@@ -10,7 +10,6 @@ Releases differ in their arguments, so calls are made from the operator's schema
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import os
@@ -59,18 +58,11 @@ def find(namespace: str, name: str) -> Any | None:
 
 
 def unpackaged() -> Mapping[str, str]:
-    """A hash of the libraries that the variable names, where no vllm is installed beside them."""
-    named = [Path(p) for p in os.environ.get(LIBRARY_VARIABLE, "").split(os.pathsep) if p]
+    """A hash of the libraries that the variable names, for the vllm that is not installed."""
     facts = tuple(
-        (str(p), s.st_mtime_ns, s.st_size) for p in named if p.is_file() and (s := p.stat())
+        (str(p), s.st_mtime_ns, s.st_size) for p in _named() if p.is_file() and (s := p.stat())
     )
-    if not facts:
-        return {}
-    for distribution in DISTRIBUTIONS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            metadata.version(distribution)
-            return {}
-    return {DISTRIBUTIONS[0]: _hash(facts)}
+    return {DISTRIBUTIONS[0]: _hash(facts)} if facts else {}
 
 
 @functools.lru_cache(maxsize=4)
@@ -199,9 +191,12 @@ def _taken(namespace: str) -> bool:
     return any(op.startswith(prefix) for op in torch._C._dispatch_get_all_op_names())
 
 
+def _named() -> list[Path]:
+    return [Path(p) for p in os.environ.get(LIBRARY_VARIABLE, "").split(os.pathsep) if p]
+
+
 def _libraries(namespace: str) -> list[Path]:
-    named = [Path(p) for p in os.environ.get(LIBRARY_VARIABLE, "").split(os.pathsep) if p]
-    if named:
+    if named := _named():
         return named  # whatever they are called: extracted libraries are often renamed
     for distribution in DISTRIBUTIONS:
         try:

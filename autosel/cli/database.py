@@ -8,12 +8,12 @@ from autosel.cli.report import note
 from autosel.errors import StoreError, field_error
 from autosel.segments import SUFFIX
 from autosel.store import Store
-from autosel.storefile import default_place
+from autosel.storefile import default_place, is_there
 
 
 def reading(db: str | None) -> Store:
     """The store at ``db`` or the usual place; a mistyped path does not make a new file."""
-    if db and db != ":memory:" and not (Path(db).exists() or Path(db + SUFFIX).is_dir()):
+    if db and db != ":memory:" and not is_there(db):
         note(f"no database at {db}; a sweep makes one")
         return Store.open(":memory:")
     return Store.open(db)

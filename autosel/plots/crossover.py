@@ -40,8 +40,6 @@ CROSSOVER_COLUMNS = (
 )  # fmt: skip
 
 NOTHING = "nothing usable"
-#: matplotlib's markers as characters, for the footer.
-MARKS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "*": "★"}
 #: Inches of a row; two lines of text need the upper, one the lower.
 TWO_LINES, ONE_LINE = 0.42, 0.26
 
@@ -207,8 +205,7 @@ def _figure(found: Sequence[Evidence], options: Options) -> Figure:
 
 def _marks(table: pd.DataFrame) -> str:
     """What stands for whom where a band has no room for a name."""
-    looks = styles(table["series"])
-    told = [f"{MARKS[look.marker]} {name}" for name, look in looks.items() if look.marker in MARKS]
+    told = [f"{look.symbol} {name}" for name, look in styles(table["series"]).items()]
     return f"In narrow bands: {', '.join(told)}." if len(told) > 1 else ""
 
 
