@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -79,16 +79,24 @@ class Space:
     starting point, and ``constraint`` gives the reason why a combination is illegal (or None);
     it is asked before anything is launched. ``blocks``, where given, are parameters that belong
     together, as those of one of several kernels: a search then varies one block at a time around
-    the best point, and so compiles one kernel for a point.
+    the best point, and so compiles one kernel for a point. ``rivals`` are the spaces of other
+    designs that the backend has for the call, with parameters of their own: a search tries the
+    default of each and goes on with the design whose point was fastest.
     """
 
     default: Params = field(default_factory=dict)
     choices: Mapping[str, tuple[Scalar, ...]] = field(default_factory=dict)
     constraint: Callable[[Params], Reason | None] = lambda params: None
     blocks: tuple[tuple[str, ...], ...] = ()
+    rivals: tuple[Space, ...] = ()
+
+    @property
+    def designs(self) -> tuple[Space, ...]:
+        """This space without its rivals, and each of them."""
+        return (replace(self, rivals=()), *self.rivals) if self.rivals else (self,)
 
     def __iter__(self) -> Iterator[dict[str, Scalar]]:
-        """Every legal point, the default first."""
+        """Every legal point, the default first and those of rivals last."""
         default = dict(self.default)
         if self.constraint(default) is None:
             yield default
@@ -96,6 +104,8 @@ class Space:
             point = {**default, **dict(zip(self.choices, values, strict=True))}
             if point != default and self.constraint(point) is None:
                 yield point
+        for rival in self.rivals:
+            yield from rival
 
 
 class Requirements:

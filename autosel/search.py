@@ -84,6 +84,7 @@ class Search:
 
     seeds  points to try right after the default, such as a neighbour's best; parameters they
            leave out are the default's
+    known  how many points come first whatever is told: defaults and seeds
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Search:
             raise AutoselError(field_error("search", "budget", budget, "at least 1"))
         self._tried: list[Tried] = []
         self._skipped: dict[str, Skipped] = {}
+        self.known = 0
         self._walk = self._points(space, budget, seed, seeds)
         self._next = next(self._walk, None)
         self._asked = False
@@ -122,24 +124,46 @@ class Search:
         self, space: Space, budget: int, seed: int, seeds: Sequence[Params]
     ) -> Generator[Point, float | None, None]:
         """Yields points and is sent their values; stops at the budget."""
-        first = dict(space.default)
-        wishes = [first, *(self._completed(space, point) for point in seeds)]
-        early = self._legal(space, (point for point in wishes if point is not None))
-        listed = self._listed(space)
-        if listed is not None:
-            points = {to_json(point): point for point in (*early, *listed)}
+        early = self._early(space, seeds)
+        self.known = len(early)
+        listed = [self._listed(design) for design in space.designs]
+        if all(points is not None for points in listed):
+            grids = itertools.chain.from_iterable(points or () for points in listed)
+            points = list(_unique([*(point for _, point in early), *grids]))
             if len(points) <= budget:
-                for point in points.values():
+                for point in points:
                     yield point
                 return
-        if space.blocks:
-            yield from self._walked(space, budget, seed, early, listed)
-            return
-        sampler = _Sampler(space, seed)
-        seen: set[str] = set()
-        for point in itertools.islice(_unique(early), budget):
-            seen.add(to_json(point))
-            sampler.learn(point, (yield point))
+        home, best_value, tried = space.designs[0], math.inf, list[Tried]()
+        for design, point in early[:budget]:
+            value = yield point
+            tried.append(Tried(point, value))
+            if value is not None and value < best_value:
+                home, best_value = design, value
+        walk = self._walked if home.blocks else self._sampled
+        yield from walk(home, budget, seed, tried)
+
+    def _early(self, space: Space, seeds: Sequence[Params]) -> list[tuple[Space, Point]]:
+        """The default of each design, then the seeds, each with the first design that has it."""
+        wishes = [(design, dict(design.default)) for design in space.designs]
+        for point in seeds:
+            found = [self._completed(design, point) for design in space.designs]
+            had = [(d, f) for d, f in zip(space.designs, found, strict=True) if isinstance(f, dict)]
+            if had:
+                wishes.append(had[0])
+            elif isinstance(found[0], Reason):
+                self._skip(dict(point), found[0])
+        legal = ((d, point) for d, point in wishes if self._refusal(d, point) is None)
+        return list({to_json(point): (design, point) for design, point in legal}.values())
+
+    def _sampled(
+        self, space: Space, budget: int, seed: int, tried: list[Tried]
+    ) -> Generator[Point, float | None, None]:
+        """The estimator's proposals."""
+        sampler, listed = _Sampler(space, seed), self._listed(space)
+        for known in tried:
+            sampler.learn(known.params, known.value)
+        seen = {to_json(known.params) for known in tried}
         rng = random.Random(seed)
         while len(seen) < budget:
             trial, found = self._proposal(space, sampler, seen)
@@ -155,17 +179,19 @@ class Search:
                 sampler.tell(trial, value)
 
     def _walked(
-        self, space: Space, budget: int, seed: int, early: list[Point], listed: list[Point] | None
+        self, space: Space, budget: int, seed: int, tried: list[Tried]
     ) -> Generator[Point, float | None, None]:
-        """``early`` and then neighbours of the best point, of one block after the other."""
+        """Neighbours of the best point, of one block after the other."""
         blocks = [[n for n in names if len(space.choices.get(n, ())) > 1] for names in space.blocks]
         blocks = [names for names in blocks if names]
-        best, best_value = dict(space.default), math.inf
-        rng, seen, turn = random.Random(seed), set[str](), 0
-        queue = [*itertools.islice(_unique(early), budget)]
+        listed, rng, turn = self._listed(space), random.Random(seed), 0
+        seen = {to_json(known.params) for known in tried}
+        right = [known for known in tried if known.value is not None]
+        first = min(right, key=_value, default=Tried(dict(space.default), math.inf))
+        best, best_value = first.params, _value(first)
         while len(seen) < budget:
-            found = queue.pop(0) if queue else None
-            if found is None and blocks:
+            found = None
+            if blocks:
                 found = self._neighbour(space, best, blocks[turn % len(blocks)], seen, rng)
                 turn += 1
             if found is None:
@@ -221,10 +247,7 @@ class Search:
             return None
         grid = itertools.product(*space.choices.values())
         points = ({**space.default, **dict(zip(space.choices, v, strict=True))} for v in grid)
-        return list(_unique(self._legal(space, points)))
-
-    def _legal(self, space: Space, points: Iterator[Point]) -> list[Point]:
-        return [point for point in points if self._refusal(space, point) is None]
+        return list(_unique([p for p in points if self._refusal(space, p) is None]))
 
     def _refusal(self, space: Space, point: Point) -> Reason | None:
         reason = space.constraint(point)
@@ -232,16 +255,14 @@ class Search:
             self._skip(point, reason)
         return reason
 
-    def _completed(self, space: Space, seed: Params) -> Point | None:
-        """A seed with the default's other parameters; None if this space does not have it."""
+    def _completed(self, space: Space, seed: Params) -> Point | Reason:
+        """A seed with the default's other parameters, or why this space does not have it."""
         for name, value in seed.items():
             allowed = space.choices.get(name, (space.default.get(name),))
             if name not in {**space.choices, **space.default}:
-                self._skip(dict(seed), Reason("parameter", name, _names(space)))
-                return None
+                return Reason("parameter", name, _names(space))
             if value not in allowed and value != space.default.get(name):
-                self._skip(dict(seed), Reason(name, str(value), "one of " + _texts(allowed)))
-                return None
+                return Reason(name, str(value), "one of " + _texts(allowed))
         return {**space.default, **seed}
 
     def _skip(self, point: Point, reason: Reason) -> None:
@@ -296,7 +317,7 @@ class _Sampler:
         """Tell of a point that this sampler did not propose, if it lies on the grid."""
         try:
             places = {n: values.index(point[n]) for n, values in self._choices.items()}
-        except ValueError:
+        except (KeyError, ValueError):  # another design's, or off the grid
             return
         if value is None:
             return
@@ -327,6 +348,10 @@ def _ordered(values: tuple[Scalar, ...]) -> bool:
 
 def _unique(points: Sequence[Point]) -> Iterator[Point]:
     return iter({to_json(point): point for point in points}.values())
+
+
+def _value(tried: Tried) -> float:
+    return math.inf if tried.value is None else tried.value
 
 
 def _texts(values: Sequence[Scalar]) -> str:

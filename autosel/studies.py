@@ -80,25 +80,33 @@ def _write(path: str, name: str, space: Space, found: Found, facts: Mapping[str,
 
 def _trials(optuna: Any, space: Space, found: Found) -> list[Any]:
     state = optuna.trial.TrialState
+    names = {name: None for design in space.designs for name in design.choices}
     kinds = {
         name: optuna.distributions.CategoricalDistribution(_values(space, found, name))
-        for name in space.choices
+        for name in names
     }
+
+    def of(params: Mapping[str, Scalar]) -> dict[str, Any]:
+        """What a trial has of the parameters; another design's are not in it."""
+        has = [name for name in kinds if name in params]
+        return {
+            "params": {name: params[name] for name in has},
+            "distributions": {name: kinds[name] for name in has},
+        }
+
     trials = [
         optuna.trial.create_trial(
             state=state.COMPLETE if tried.value is not None else state.FAIL,
             value=tried.value,
-            params={name: tried.params[name] for name in kinds},
-            distributions=kinds,
+            **of(tried.params),
         )
         for tried in found.tried
     ]
-    on_grid = [s for s in found.skipped if all(s.params.get(n) in space.choices[n] for n in kinds)]
+    on_grid = [s for s in found.skipped if any(_is_of(s.params, d) for d in space.designs)]
     trials += [
         optuna.trial.create_trial(
             state=state.PRUNED,
-            params={name: skipped.params[name] for name in kinds},
-            distributions=kinds,
+            **of(skipped.params),
             user_attrs={"illegal": str(skipped.reason)},
         )
         for skipped in on_grid[:ILLEGAL]
@@ -106,8 +114,13 @@ def _trials(optuna: Any, space: Space, found: Found) -> list[Any]:
     return trials
 
 
+def _is_of(params: Mapping[str, Scalar], design: Space) -> bool:
+    return all(params.get(name) in values for name, values in design.choices.items())
+
+
 def _values(space: Space, found: Found, name: str) -> list[Scalar]:
     """The values of a parameter, those of points off the grid (the default's) included."""
-    values = [*space.choices[name], *(tried.params[name] for tried in found.tried)]
+    values = [value for design in space.designs for value in design.choices.get(name, ())]
+    values += [tried.params[name] for tried in found.tried if name in tried.params]
     # 1 and True are equal and are not the same choice.
     return list({(type(value), value): value for value in values}.values())

@@ -138,7 +138,6 @@ class Searcher:
     ) -> tuple[dict[Candidate, tuple[float, Measurement]], int | None]:
         """Every setting tried with its shortest sample, infinite where it failed."""
         tried: dict[Candidate, tuple[float, Measurement]] = {}
-        known = 1 + len(self._seeds(backend, num_tokens))  # they come first
         best, since = math.inf, 0
         while (params := search.ask()) is not None:
             row = self.attempts.attempt(backend, params, num_tokens, verify=self._verifies_each)
@@ -152,7 +151,7 @@ class Searcher:
                 us = min(short.times_us, default=math.inf)
                 tried[row.candidate] = (us, row if short.times_us else short)
             search.tell(us)
-            since = 0 if us < (1 - GAIN) * best or len(tried) <= known else since + 1
+            since = 0 if us < (1 - GAIN) * best or len(tried) <= search.known else since + 1
             best = min(best, us)
             if self.attempts.is_over():
                 return tried, len(tried)

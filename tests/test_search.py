@@ -7,6 +7,7 @@ import math
 import random
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -379,3 +380,61 @@ def test_a_large_space_is_not_listed_to_be_searched() -> None:
     )
     assert len(first_points(space, 10, 0)) == 10
     assert len(judged) < 1000
+
+
+def design(path: str, names: tuple[str, ...], size: int = 9, **rest) -> Space:
+    values = {name: tuple(range(size)) for name in names}
+    return Space({"path": path} | dict.fromkeys(names, 0), values, **rest)
+
+
+def paths(point) -> float:
+    """Short programs start at 100 us and get to 60; long ones at 80 and get to 8."""
+    start, gain = (100, 5) if point["path"] == "short" else (80, 9)
+    return start - gain * min(v for name, v in point.items() if name != "path")
+
+
+LONG = design("long", ("b", "c", "d"), blocks=(("b",), ("c", "d")))
+RIVALS = replace(
+    design("short", ("a", "b", "d", "e"), blocks=(("a", "b"), ("d", "e"))), rivals=(LONG,)
+)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_search_goes_on_with_the_design_that_was_fastest(blocks: bool) -> None:
+    space = RIVALS
+    if not blocks:
+        space = replace(RIVALS, blocks=(), rivals=(replace(LONG, blocks=()),))
+    seeds = [{"a": 3}, {"path": "long", "c": 1}, {"c": 2}, {"x": 1}, {"path": "wide", "a": 1}]
+    search = Search(space, 30, seed=1, seeds=seeds)
+    assert search.known == 5
+    found = walk(space, 30, paths, 1, seeds)
+    points = [tried.params for tried in found.tried]
+    assert points[:5] == [
+        RIVALS.default,
+        LONG.default,
+        RIVALS.default | {"a": 3},
+        LONG.default | {"c": 1},
+        LONG.default | {"c": 2},
+    ]
+    assert len({to_json(point) for point in points}) == 30
+    assert all(set(point) == set(LONG.default) for point in points[5:])
+    assert {point["path"] for point in points[5:]} == {"long"}
+    why = [(skipped.params, skipped.reason.what) for skipped in found.skipped]
+    assert why == [({"x": 1}, "parameter"), ({"path": "wide", "a": 1}, "path")]
+    slow = walk(space, 30, lambda point: 500 * (point["path"] == "long") + paths(point), 1, seeds)
+    assert {tried.params["path"] for tried in slow.tried[5:]} == {"short"}
+
+
+def test_small_designs_are_all_tried() -> None:
+    rival = design("long", ("c",), 3)
+    space = replace(design("short", ("a",), 4), rivals=(rival,))
+    tried = [t.params for t in walk(space, 7, paths).tried]
+    assert sorted(map(to_json, tried)) == sorted(map(to_json, space))
+    fewer = [t.params["path"] for t in walk(space, 6, paths).tried]
+    assert fewer == ["short"] + ["long"] * 3  # all of the better one
+    assert [design.rivals for design in space.designs] == [(), ()]
+
+
+def test_where_no_design_works_the_first_is_searched() -> None:
+    found = walk(RIVALS, 12, lambda point: None)
+    assert [t.params["path"] for t in found.tried] == ["short", "long"] + ["short"] * 10

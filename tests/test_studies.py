@@ -228,3 +228,16 @@ def test_a_sweep_starts_from_the_nearest_case_and_leaves_a_study(tmp_path) -> No
 def test_an_empty_store_gives_nothing(store) -> None:
     assert points(store) == []
     assert points(store, device=Device(kind="cpu", name="")) == []
+
+
+def test_a_study_of_several_designs_names_each_trials_own_parameters(tmp_path) -> None:
+    rival = Space({"path": "scan", "block": 8, "rows": 1}, {"block": (8, 16), "rows": (1, 2)})
+    space = replace(SPACE, rivals=(rival,))
+    path = tmp_path / "designs.db"
+    with Store.open(path) as store:
+        name = studies.record(store, "both", space, walk(space, 32, lambda point: 1.0))
+    trials = optuna.load_study(study_name=name, storage=f"sqlite:///{path}").trials
+    names = [tuple(trial.params) for trial in trials if trial.state.name == "COMPLETE"]
+    assert sorted(set(names)) == [("block", "rows"), ("block", "split")]
+    assert (names.count(("block", "rows")), names.count(("block", "split"))) == (4, 8)
+    assert [t.params for t in trials if t.state.name == "PRUNED"] == [{"block": 16, "split": 2}]
