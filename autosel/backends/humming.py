@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -105,10 +105,13 @@ class Humming(Backend):
     def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
         share = routed_rows(problem, num_tokens)
         rows = tuple(dict.fromkeys(max(1, round(share * factor)) for factor in ROWS_FACTORS))
-        return Space(
-            default={"kind": self.kinds[0], "rows": share},
-            choices={"kind": self.kinds, "rows": rows},
+        # Each kind's own setting is tried: on Mixtral, where the grouped one is better from a few
+        # dozen tokens on, short searches that began with the indexed one never came to it.
+        first, *others = (
+            Space(default={"kind": kind, "rows": share}, choices={"rows": rows})
+            for kind in self.kinds
         )
+        return replace(first, rivals=tuple(others))
 
     def compile_ahead(
         self, problem: Problem, params: Params, num_tokens: int, device: Device

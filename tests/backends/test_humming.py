@@ -20,6 +20,7 @@ from autosel.backends.humming import MASKED, Humming
 from autosel.core import Device, Problem, QuantWeight
 from autosel.errors import UnsupportedError
 from autosel.packing import pack_last, unpack_last
+from autosel.search import first_points
 from tests.backends import adapters, stub_ops
 from tests.backends.adapters import H200, check_slots_served_elsewhere, stand_in, without_vllm
 from tests.layouts import make, marlin_simulation
@@ -268,6 +269,8 @@ def test_space() -> None:
     assert BACKEND.compiled_counts(CASES["plain"], points[0], (6, 1, 64), H200) == (6,)
     assert BACKEND.compiled_counts(CASES["plain"], {}, (6, 1, 64), H200) == (6, 1, 64)
     assert {p["kind"] for p in points} == set(KINDS)
+    first = first_points(space, 6)
+    assert first[: len(KINDS)] == [{"kind": kind, "rows": 12} for kind in KINDS]
     with pytest.raises(UnsupportedError, match="kind: found masked"):
         check(CASES["plain"], kind="masked")
 
@@ -345,7 +348,7 @@ def test_batched_slots_served_elsewhere() -> None:
     check_slots_served_elsewhere(BATCHED)
     with pytest.raises(UnsupportedError, match="kind"):
         adapters.check(BATCHED, CASES["plain"], kind="indexed")
-    assert set(BATCHED.space(CASES["plain"], 4, H200).choices["kind"]) == {MASKED}
+    assert {point["kind"] for point in BATCHED.space(CASES["plain"], 4, H200)} == {MASKED}
 
 
 def test_weights_without_the_lowest_code_are_the_same_kernel() -> None:
