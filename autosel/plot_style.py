@@ -12,7 +12,6 @@ import importlib
 import io
 import itertools
 import os
-import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -219,12 +218,30 @@ _MARGIN = 0.12  # inches
 
 
 def wrap(text: str, inches: float, points: float, *, bold: bool = False) -> list[str]:
-    """``text`` in lines of at most about ``inches``; empty text gives no line.
+    """``text`` in lines of at most ``inches``; empty text gives no line.
 
-    DejaVu Sans letters are 0.55 of the font size wide on average, bold ones 0.63.
+    Measured and not counted in letters: digits and capitals are a quarter wider than the rest.
+    Hinting at 150 dots an inch makes lines up to 5 % wider than the outlines that are measured.
     """
-    letters = int(inches * 72 / (points * (0.63 if bold else 0.55)))
-    return textwrap.wrap(text, max(letters, 10))
+    weight = "bold" if bold else "normal"
+    font = _module("matplotlib.font_manager").FontProperties(size=points, weight=weight)
+    widths = _module("matplotlib.textpath").TextToPath()
+
+    def fits(line: str) -> bool:
+        width = widths.get_text_width_height_descent(line, font, ismath=False)[0]
+        return bool(1.06 * width <= inches * 72)
+
+    lines: list[str] = []
+    for word in text.split():
+        if lines and fits(f"{lines[-1]} {word}"):
+            lines[-1] += f" {word}"
+            continue
+        lines.append("")
+        for letter in word:  # a name may be longer than a line
+            if lines[-1] and not fits(lines[-1] + letter):
+                lines.append("")
+            lines[-1] += letter
+    return lines
 
 
 @contextmanager

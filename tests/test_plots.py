@@ -10,6 +10,9 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties
 
 from autosel import registry
 from autosel.core import (
@@ -236,6 +239,15 @@ def test_words_wrap_to_the_width():
     assert wrap("", 5, 9) == []
     assert len(wrap("word " * 100, 5, 9)) > 1
     assert wrap("short", 5, 9) == ["short"]
+    hashes = "autosel-kernels sha256:6239c0a9d543aa85bd56, torch 2.11.0+cu130, " * 4
+    assert " ".join(wrap(hashes, 5, 7)) == hashes.strip()
+    assert "".join(wrap("A" * 300, 5, 7)) == "A" * 300  # a word longer than a line
+    for text in (hashes, "A" * 300, "i" * 900):
+        figure = Figure(dpi=150)
+        renderer = FigureCanvasAgg(figure).get_renderer()
+        for line in wrap(text, 5, 7):
+            width = renderer.get_text_width_height_descent(line, FontProperties(size=7), False)[0]
+            assert width <= 5 * 150
 
 
 def test_png_and_svg_are_what_they_say_and_repeat(tables, tmp_path):

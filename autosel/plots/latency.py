@@ -219,8 +219,8 @@ def _draw_strip(axes: Axes, winners: pd.DataFrame, style: dict[str, Style]) -> N
     runs: list[list[Any]] = []  # [series, start, end]
     rows: Any = winners.to_dict("records")
     for row in rows:
-        start = max(row["low"], left)
-        end = min(right, right if pd.isna(row["high"]) else row["high"] + 1)
+        start = max(row["low"] - 0.5, left)  # half way between whole numbers: ticks lie inside
+        end = min(right, right if pd.isna(row["high"]) else row["high"] + 0.5)
         if end <= start:
             continue
         look = style[row["series"]]
