@@ -22,6 +22,9 @@ _PACKAGE = Path(__file__).resolve().parent
 #: flags. A kernel that cannot run on a kind does not make its results stale.
 _SOURCES = {"cpu": ("kernels/csrc/*", "native.py")}
 _ACCELERATOR = ("kernels/*.py",)
+#: Says which settings are tried and where a search starts. A candidate names all of its settings,
+#: so that what was measured of it stays true when others are tried first.
+_SPACES = "_space.py"
 
 
 def versions(kind: str) -> dict[str, str]:
@@ -44,7 +47,12 @@ def sources_hash(folder: Path, patterns: tuple[str, ...]) -> str:
 
     Files are read again only when a name, size or time of change differs from the last call.
     """
-    files = sorted(file for pattern in patterns for file in folder.glob(pattern) if file.is_file())
+    files = sorted(
+        file
+        for pattern in patterns
+        for file in folder.glob(pattern)
+        if file.is_file() and not file.name.endswith(_SPACES)
+    )
     if not files:
         raise FileNotFoundError(f"{folder}: no sources")
     facts = tuple(

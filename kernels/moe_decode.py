@@ -130,11 +130,11 @@ def decode_gate_up(x_ptr, w_ptr, s_ptr, z_ptr, b_ptr, ids_ptr, h_ptr,
                    ALPHA: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
                    R: tl.constexpr, KS: tl.constexpr, KW: tl.constexpr, SUB: tl.constexpr,
                    STAGES: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """Grid (NR / 16 R, slots). x ``[slots / XDIV, K]``, h ``[slots, NR / 2]`` (NR if not gated).
+    """Grid (slots, NR / 16 R). x ``[slots / XDIV, K]``, h ``[slots, NR / 2]`` (NR if not gated).
 
     KS warps split K; a warp takes KW inputs at a time."""
-    rt = tl.program_id(0)
-    slot = tl.program_id(1)
+    slot = tl.program_id(0)  # fastest: slots of one expert read its rows at about the same time
+    rt = tl.program_id(1)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -187,9 +187,9 @@ def decode_down(h_ptr, w_ptr, s_ptr, z_ptr, b_ptr, ids_ptr, weights_ptr, out_ptr
                 BIAS: tl.constexpr, R: tl.constexpr, KS: tl.constexpr, KW: tl.constexpr,
                 SUB: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
-    """Grid (NR / 16 R, tokens). The batch is TP choices (top_k rounded up) x KS pieces of K."""
-    rt = tl.program_id(0)
-    token = tl.program_id(1)
+    """Grid (tokens, NR / 16 R). The batch is TP choices (top_k rounded up) x KS pieces of K."""
+    token = tl.program_id(0)
+    rt = tl.program_id(1)
     FP16: tl.constexpr = h_ptr.dtype.element_ty == tl.float16
     C: tl.constexpr = KW // 64
     NG: tl.constexpr = KW // GROUP if KW >= GROUP else 1

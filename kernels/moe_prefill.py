@@ -10,8 +10,8 @@ What the design answers to, with the numbers of the H200:
 
 * 128 tokens x 128 rows x 64 inputs keep the tensor cores busy for 256 cycles; 37 instructions a
   word, as a straightforward loop needs, take 296. So instructions come first: 9-operation
-  unpacking, ring slots and offsets that are constants (the loop is unrolled by STAGES), addresses
-  that advance once a round.
+  unpacking (int4 in bf16; 13 in fp16), ring slots and offsets that are constants (the loop is
+  unrolled by STAGES), addresses that advance once a round.
 * Token counts are not multiples of 128. ``CLASSES`` lists the widths a block may take, each one or
   two wgmma tiles over the same A registers ("64+16"): 70 tokens cost 80 columns instead of 128.
 * Activations lie in sorted order, so the down projection and both epilogues need no index.
@@ -37,6 +37,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from autosel.kernels.moe_prefill_layouts import (
+    num_classes,
+    pairs_layout,
+    part,
+    split_layout,
+    split_shape,
+    width,
+    words_layout,
+)
 from autosel.kernels.wna16_dequant import (
     _prepare_asm,
     _word_asm,
@@ -47,77 +56,6 @@ from autosel.kernels.wna16_dequant import (
 
 # Triton 3.7 renamed it.
 thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
-
-
-# ------------------------------------------------------------------ layouts
-@gluon.constexpr_function
-def _bases(size, axis, rank):
-    """Linear-layout bases that walk ``axis``: 1, 2, 4, ... below size."""
-    out, step = [], 1
-    while step < size:
-        out.append([step if a == axis else 0 for a in range(rank)])
-        step *= 2
-    return out
-
-
-@gluon.constexpr_function
-def words_layout(R, C, BITS, NW):
-    """[R, C, 32 BITS] words: BITS neighbours a lane, lanes along the tile, warps along row
-    tiles."""
-    rows = _bases(R, 0, 3)
-    warps = rows[: NW.bit_length() - 1]
-    warps += [[0, 0, 0]] * (NW.bit_length() - 1 - len(warps))
-    reg = _bases(BITS, 2, 3) + _bases(C, 1, 3) + rows[NW.bit_length() - 1 :]
-    lane = [[0, 0, BITS << i] for i in range(5)]
-    return gl.DistributedLinearLayout(reg, lane, warps, [], [R, C, 32 * BITS])
-
-
-@gluon.constexpr_function
-def split_shape(R, NC, CC, JG, JJ, BITS):
-    """The words of a step by what they hold: 8 rows g, 4 lanes t of them, JG x JJ steps of 16
-    inputs, and with 8 bits two words for each."""
-    return [R, NC, CC, 8, 4, JG, JJ] + ([2] if BITS == 8 else [])
-
-
-@gluon.constexpr_function
-def split_layout(R, NC, CC, JG, JJ, BITS, NW):
-    """The same words as :func:`split_shape`."""
-    rank = 7 if BITS == 4 else 8
-    rows = _bases(R, 0, rank)
-    warps = rows[: NW.bit_length() - 1]
-    warps += [[0] * rank] * (NW.bit_length() - 1 - len(warps))
-    reg = _bases(JJ, 6, rank) + _bases(JG, 5, rank) + _bases(CC, 2, rank) + _bases(NC, 1, rank)
-    if BITS == 8:
-        reg = _bases(2, 7, rank) + reg
-    lane = _bases(4, 4, rank) + _bases(8, 3, rank)
-    return gl.DistributedLinearLayout(
-        reg + rows[NW.bit_length() - 1 :], lane, warps, [], split_shape(R, NC, CC, JG, JJ, BITS)
-    )
-
-
-@gluon.constexpr_function
-def pairs_layout(split, BITS):
-    """Scale pairs [R, NC, 8 g, JG] beside the words that they scale."""
-    if BITS == 8:
-        split = gl.SliceLayout(7, split)
-    return gl.SliceLayout(2, gl.SliceLayout(4, gl.SliceLayout(6, split)))
-
-
-@gluon.constexpr_function
-def part(CLASSES, i, second):
-    """Width of the first or second wgmma tile of class i of a text like "64,64+16,128"."""
-    parts = CLASSES.split(",")[i].split("+")
-    return int(parts[second]) if second < len(parts) else 0
-
-
-@gluon.constexpr_function
-def width(CLASSES, i):
-    return sum(int(p) for p in CLASSES.split(",")[i].split("+")) if i >= 0 else 0
-
-
-@gluon.constexpr_function
-def num_classes(CLASSES):
-    return len(CLASSES.split(","))
 
 
 # ------------------------------------------------------------------ pieces

@@ -36,6 +36,7 @@ class TiledLayer:
     asm: bool = True  # inline PTX; without it the kernels are plain Triton
     pdl: bool = True  # programmatic dependent launch (sm_90 and later)
     gluon: bool = True  # the device is sm_90, which moe_prefill is written for
+    weight_on_input: bool = False  # router weights scale x, and no output (top_k is 1)
 
     @property
     def rows13(self) -> int:
@@ -110,3 +111,13 @@ def register_option(layer: TiledLayer, p: Params, pre: str) -> dict[str, Any]:
     """A cap on registers a thread, where the parameters ask for one (NVIDIA only)."""
     cap = p.get(f"{pre}_regs", 0)
     return {"maxnreg": cap} if cap and layer.asm else {}
+
+
+def widest(classes: str) -> int:
+    """The longest of the widths ("32,32+16,64") that a block may take."""
+    return max(sum(map(int, width.split("+"))) for width in classes.split(","))
+
+
+def block_of(p: Params) -> int:
+    """Slots of a block of an expert, at most."""
+    return widest(p["classes"]) if "classes" in p else int(p["tok"])

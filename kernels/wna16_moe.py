@@ -2,7 +2,7 @@
 
 A call is a list of ``Launch`` objects, so that the same description runs a layer, compiles it ahead
 of time and is counted in tests. Parameters are plain numbers and strings (see
-``autosel.backends.wna16_tiled`` for the spaces and the starting points).
+``wna16_space`` for the spaces and the starting points).
 """
 
 from __future__ import annotations
@@ -17,16 +17,22 @@ from autosel.kernels.moe_decode import decode_down, decode_gate_up
 from autosel.kernels.moe_gather import gather_inputs
 from autosel.kernels.moe_grouped import grouped_down_rows, grouped_gemm
 from autosel.kernels.moe_reduce import reduce_kernel
+from autosel.kernels.moe_weigh import weigh_inputs
 from autosel.kernels.wna16_layer import (
     Launch,
     Params,
     TiledLayer,
+    block_of,
     next_power_of_two,
     padded,
     pdl_option,
     register_option,
 )
-from autosel.kernels.wna16_space import block_of
+
+#: With more slots than this the programs of a scan do not look for their own: verification calls
+#: settings that were chosen for a few tokens with hundreds, which made vectors of 4,096 slots times
+#: 16 to 64 tokens. Triton compiled these for 2 to 28 s.
+SCANNED = 512
 
 
 # ------------------------------------------------------------------ single launches
@@ -98,7 +104,7 @@ def _decode_options(layer: TiledLayer, pre: str, p: Params) -> dict[str, Any]:
 def decode_up_launch(
     layer: TiledLayer, x: torch.Tensor, ids: torch.Tensor, h: torch.Tensor, xdiv: int, p: Params
 ) -> Launch:
-    grid = (layer.rows13 // (16 * p["up_r"]), ids.numel())
+    grid = (ids.numel(), layer.rows13 // (16 * p["up_r"]))
     return Launch(
         decode_gate_up,
         grid,
@@ -124,7 +130,7 @@ def decode_down_launch(
 ) -> Launch:
     return Launch(
         decode_down,
-        (layer.hidden // (16 * p["down_r"]), out.shape[0]),
+        (out.shape[0], layer.hidden // (16 * p["down_r"])),
         (h, *layer.weights(False), ids, weights, out),
         dict(
             **layer.gemm(False),
@@ -240,6 +246,9 @@ def layer_launches(
     def scratch(columns: int) -> torch.Tensor:
         return workspace.empty((slots, columns), x.dtype, x.device)
 
+    if layer.weight_on_input:
+        launch, x, weights = _weigh(layer, x, weights)
+        launches.append(launch)
     xdiv = layer.top_k
     if "x_order" in layer.tensors:  # act-order: inputs of each slot in its expert's order
         gathered = scratch(layer.hidden)
@@ -252,7 +261,7 @@ def layer_launches(
         return launches
 
     sorted_ = None
-    if p["path"] == "sorted":
+    if p["path"] == "sorted" or slots > SCANNED:
         aligning, sorted_ = align(layer, ids, block_of(p))
         launches += aligning
     y = scratch(layer.hidden)
@@ -311,6 +320,21 @@ def prefill_launch(
             **pdl_option(layer),
         },
     )
+
+
+def _weigh(
+    layer: TiledLayer, x: torch.Tensor, weights: torch.Tensor
+) -> tuple[Launch, torch.Tensor, torch.Tensor]:
+    """Weighted inputs, and the weights that are left for the outputs: ones."""
+    weighted = workspace.empty((len(x), layer.hidden), x.dtype, x.device)
+    ones = workspace.empty((len(x), 1), weights.dtype, x.device)
+    launch = Launch(
+        weigh_inputs,
+        (-(-layer.hidden // 1024), len(x)),
+        (x, weights, weighted, ones),
+        dict(K=layer.hidden, BLOCK=1024, PDL=layer.pdl, num_warps=4, **pdl_option(layer)),
+    )
+    return launch, weighted, ones
 
 
 def _gather(

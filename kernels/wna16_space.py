@@ -3,7 +3,8 @@
 The starting points are what won on an H200 over five models (``results/nvidia-h200``); the
 regime is a matter of slots (tokens x top_k) and of slots per expert:
 
-    few slots       decode   two launches, no grouping
+    few that share  decode   two launches, no grouping; an expert is read for each of its slots
+    no experts
     up to 32        scan     programs find their tokens themselves
     above           sorted   one alignment for all; Gluon GEMMs where they apply (sm_90, SiLU,
                              no bias), plain Triton otherwise
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autosel.kernels.wna16_layer import TiledLayer
+from autosel.kernels.wna16_layer import TiledLayer, block_of, next_power_of_two, widest
 
 Params = dict[str, Any]
 HELD_WORDS = 160  # of the 255 registers a thread can have
@@ -58,21 +59,34 @@ def gluon_gemm(layer: TiledLayer, up: bool) -> bool:
 
 # ------------------------------------------------------------------ starting points
 def starting_params(layer: TiledLayer, tokens: int) -> Params:
+    """What the kernels do by themselves."""
+    return starting_points(layer, tokens)[0]
+
+
+def starting_points(layer: TiledLayer, tokens: int) -> list[Params]:
+    """The starting point of each path that may be fastest, that of uniform routing first.
+
+    Which one is depends on how many slots share experts: tokens are often more alike than uniform
+    routing has them (8 tokens of Qwen3-30B, decode against sorted: 44 and 46 us; all on the same
+    experts 40 and 23).
+    """
     slots = tokens * layer.top_k
-    few = slots <= 8 or (slots <= 32 and layer.intermediate <= 512)
-    # The decode kernels read an expert once for each of its slots (H200, two tokens of Mixtral that
-    # share both experts: 0.76 of Humming's speed).
-    apart = tokens == 1 or (
-        2 * slots <= layer.experts and _experts_hit(layer, tokens) > 0.9 * slots
-    )
-    if few and apart:
-        return _decode(layer, slots)
-    if slots <= 32 and (slots < layer.experts or (layer.experts <= 16 and slots <= 16)):
-        scan = {"path": "scan", "tok": 16, "prefetch": _prefetch(layer)} | _triton(layer, 16, True)
-        if layer.intermediate >= 4096 and layer.intermediate % 256 == 0 and layer.bits2 == 4:
-            scan |= _names("down", bn=64, bk=256, stages=3) | {"prefetch": 0}
-        return scan
-    return _sorted(layer, slots / layer.experts)
+    if tokens == 1 or slots > 128:
+        return [_decode(layer, slots) if tokens == 1 else _sorted(layer, slots / layer.experts)]
+    apart = _experts_hit(layer, tokens) / slots
+    ways = {"decode": apart > 0.6, "scan": slots <= 64, "sorted": tokens > 2}
+    if slots <= 80 and apart > 0.82:
+        first = "decode"
+    elif slots <= 32 and (slots < layer.experts or (layer.experts <= 16 and slots <= 16)):
+        first = "scan"
+    else:
+        first = "sorted"
+    make = {
+        "decode": lambda: _decode(layer, slots),
+        "scan": lambda: _scan(layer),
+        "sorted": lambda: _sorted(layer, slots / layer.experts),
+    }
+    return [make[first](), *(make[way]() for way, may in ways.items() if may and way != first)]
 
 
 def _experts_hit(layer: TiledLayer, tokens: int) -> float:
@@ -81,35 +95,57 @@ def _experts_hit(layer: TiledLayer, tokens: int) -> float:
 
 
 def _decode(layer: TiledLayer, slots: int) -> Params:
+    """From whole grids of settings, 13 layers at 1 to 8 tokens."""
     k, inner = layer.hidden, layer.intermediate
-    warps = 4 if k % 512 == 0 else 2
-    kw = _largest(k // warps, 256, 128, 64)
-    steps = k // (warps * kw)
-    stages = 0
-    if 2048 < k <= 4096 and k % 1024 == 0:  # fewer warps with longer streams
-        warps, kw, stages = 2, 512, 3
-    elif steps > 2 and (layer.group13 < 128 or slots > 8 or steps > 7):
-        stages = 3 if layer.group13 < 128 else 2
-    up = _names(
-        "up", r=1, ks=warps, kw=kw, sub=min(kw, 64 if layer.group13 < 128 else 128), stages=stages
-    )
-    ks2 = 4 if inner >= 4096 and inner % 2048 == 0 else 1
-    kw2 = _largest(inner // ks2, *((512, 256, 128, 64) if ks2 > 1 else (256, 128, 64)))
-    long = inner // (ks2 * kw2) > 6
-    down = _names(
-        "down",
-        r=1,
-        ks=ks2,
-        kw=kw2,
-        sub=min(kw2, 128),
-        stages=3 if long else 0,
-        warps=8 if ks2 > 1 or inner > 1024 else 4,
-    )
+    rounds = slots * layer.rows13 / 16 / (132 * 8)  # of the programs that run at once
+    if layer.group13 < 128:
+        ks, kw, stages = (4, 64, 0) if rounds <= 0.4 else (2, 512, 3)
+    elif k <= 3072:  # short programs, all of their loads at once
+        ks, kw, stages = 4 if k <= 2048 and rounds <= 1 else 2, 256, 0
+    elif rounds <= 1 or inner <= 512 or (k > 4096 and rounds <= 2):
+        ks, kw, stages = 4, 256, 0
+    else:  # a program holds its place while it waits: long streams in a pipeline
+        ks, kw, stages = (4, 512, 3) if rounds <= 3 else (2, 256, 3)
+    up = _pieces("up", k, ks, kw, stages)
+    # Choices and pieces of K are the batch: with one piece and few choices most warps are idle.
+    if inner <= 1024:
+        ks, kw, stages = 1, 128 if inner > 512 else 64, 0
+        if (layer.group2 < 128 and slots > 16) or (inner >= 512 and slots >= 64):
+            kw, stages = 64, 3
+    elif inner < 2048:
+        ks, kw, stages = 2 if slots <= 16 else 1, 256 if inner % 256 == 0 else 64, 3
+    elif inner < 4096:
+        ks, kw, stages = 4, 64, 0
+    else:
+        ks, kw, stages = (2, 256, 3) if inner < 8192 else (4, 512, 3)
+    down = _pieces("down", inner, ks, kw, stages) | {"down_warps": 4}
+    if layer.bits13 == 8:  # twice the words
+        up |= {"up_kw": min(up["up_kw"], 128 if k <= 3072 else 256), "up_stages": 3}
+        up["up_sub"] = min(up["up_kw"], 128)
+    if layer.bits2 == 8:
+        kw = 256 if inner <= 1024 and inner % 256 == 0 else down["down_kw"]
+        down |= {"down_kw": kw, "down_sub": 64, "down_stages": 3}
     params: Params = {"path": "decode"} | up | down
     for pre in ("up", "down"):
         if params[f"{pre}_stages"] == 0 and _held_words(layer, pre, params) > HELD_WORDS:
-            params[f"{pre}_stages"] = 2
+            params[f"{pre}_stages"] = 3
     return params
+
+
+def _scan(layer: TiledLayer) -> Params:
+    scan = {"path": "scan", "tok": 16, "prefetch": _prefetch(layer)} | _triton(layer, 16, True)
+    if layer.intermediate >= 2048 and layer.intermediate % 256 == 0 and layer.bits2 == 4:
+        scan |= _names("down", bn=64, bk=256, stages=3) | {"prefetch": 0}
+    return scan
+
+
+def _pieces(pre: str, k: int, ks: int, kw: int, stages: int) -> Params:
+    """``ks`` warps' pieces of K in steps of at most ``kw``, as far as K can be divided so."""
+    while k % (64 * ks):
+        ks //= 2
+    while (k // ks) % kw:
+        kw //= 2
+    return _names(pre, r=1, ks=ks, kw=kw, sub=min(kw, 128), stages=stages)
 
 
 def _held_words(layer: TiledLayer, pre: str, p: Params) -> int:
@@ -157,9 +193,11 @@ def _sorted(layer: TiledLayer, mean: float) -> Params:
     base: Params = {
         "path": "sorted",
         "classes": classes,
-        "near": 4,
+        "near": 1 if tok <= 32 and layer.experts <= 16 else 4,
         "prefetch": _prefetch(layer),
     }
+    if tok <= 32 and layer.hidden >= 7168 and layer.experts >= 256:
+        base |= {"near": 8, "prefetch": 2 * base["prefetch"]}
     base |= _triton(layer, tok, False)
     for up, pre in ((True, "up"), (False, "down")):
         if not gluon_gemm(layer, up):
@@ -167,17 +205,7 @@ def _sorted(layer: TiledLayer, mean: float) -> Params:
         k, group = layer.gemm(up)["K"], layer.gemm(up)["GROUP"]
         base[f"{pre}_with"] = "gluon"
         if tok <= 32:  # narrow blocks stream weights: small programs, long steps
-            tall = up and not 1 <= mean <= 3
-            bk, stages = _ring(k, group)
-            base |= _names(
-                pre,
-                bn=128 if tall else 64,
-                bk=bk,
-                stages=stages,
-                warps=4,
-                regs=0 if tall else 168,
-                late=1,
-            )
+            base |= _names(pre, **_narrow(layer, up, mean))
         else:
             late = 1 if group < 128 or (up and mean <= 70) else 0
             stages = 4 if k % 256 == 0 or k % 384 else 6  # no steps of zeros
@@ -188,14 +216,35 @@ def _sorted(layer: TiledLayer, mean: float) -> Params:
             if 16 < mean <= 40:
                 base |= _rows(layer)
             elif tok <= 32:
-                rt = 7 if mean > 3 and layer.hidden % (64 * 7) == 0 else 4
+                seven = mean > 3 and layer.hidden % (64 * 7) == 0
+                rt = 7 if seven else _largest(layer.hidden // 64, 4, 2, 1)
                 base |= _names("down", bk=64, rt=rt)
+                if mean <= 0.3 and layer.hidden % 1024 == 0:
+                    base |= _names("down", bn=256, regs=128)
             elif layer.group2 < 128:
                 base |= _names("down", regs=0, late=1, rt=_largest(layer.hidden // 128, 8, 4, 2, 1))
             else:
                 rt = _largest(layer.hidden // 64, 4, 2, 1)
                 base |= _names("down", bn=64, warps=4, regs=168, late=1, rt=rt)
     return base
+
+
+def _narrow(layer: TiledLayer, up: bool, mean: float) -> Params:
+    """Blocks of at most 32 tokens."""
+    gemm = layer.gemm(up)
+    bk, stages = _ring(gemm["K"], gemm["GROUP"])
+    if up and layer.hidden >= 7168 and mean <= 0.3 and gemm["NR"] % 256 == 0:
+        return {"bn": 256, "bk": bk, "stages": stages, "warps": 16, "regs": 0, "late": 0}
+    tall = up and not 1 <= mean <= 3
+    regs = 0 if tall else 168
+    if gemm["BITS"] == 8 or not gemm["SYM"]:  # more registers for unpacking: shorter steps
+        bk, stages = (64, stages) if tall else (bk, 6 if gemm["BITS"] == 8 else stages)
+        regs = 168
+        if not _ring_fits(gemm["K"], gemm["GROUP"], bk, stages):
+            bk, stages = _ring(gemm["K"], gemm["GROUP"])
+    late = 0 if up and layer.hidden >= 5120 else 1
+    bn = 128 if tall else 64
+    return {"bn": bn, "bk": bk, "stages": stages, "warps": 4, "regs": regs, "late": late}
 
 
 #: Widths that a block of tokens may take, the widest last; from few slots an expert to many.
@@ -222,26 +271,17 @@ def _classes(mean: float, experts: int) -> str:
     return CLASSES[4] if mean <= 70 else CLASSES[5] if mean <= 110 else CLASSES[6]
 
 
-def widest(classes: str) -> int:
-    """The longest block."""
-    return max(map(int, _widths(classes)))
-
-
-def block_of(p: Params) -> int:
-    """Slots of a block of an expert, at most."""
-    return widest(p["classes"]) if "classes" in p else int(p["tok"])
-
-
 # ------------------------------------------------------------------ choices and constraints
 def choices(layer: TiledLayer, start: Params) -> dict[str, tuple[Any, ...]]:
     """What to vary around a starting point; :func:`problem_with` says which points are legal."""
     if start["path"] == "decode":
         return {
             "up_r": (1, 2),
-            "up_ks": (2, 4, 8),
+            "up_ks": (1, 2, 4, 8),
             "up_kw": (64, 128, 256, 512),
             "up_sub": (64, 128, 256),
             "up_stages": (0, 2, 3, 4),
+            "down_ks": (1, 2, 4, 8),
             "down_kw": (64, 128, 256, 512),
             "down_sub": (64, 128, 256),
             "down_stages": (0, 2, 3),
@@ -313,6 +353,11 @@ def _decode_problem(
         return f"{pre}_ks x {pre}_kw", str(ks * kw), f"a divisor of {k}"
     if kw % sub or (kw % group and group % kw):
         return f"{pre}_kw", str(kw), f"a multiple of {pre}_sub, and of the group or inside it"
+    if pre == "down":
+        # On an H200 eight warps on one product of 16 rows gave garbage (Triton 3.6; four did not).
+        tiles = next_power_of_two(layer.top_k) * ks * (kw // sub) * p["down_r"]
+        if p["down_warps"] > 4 * tiles:
+            return "down_warps", str(p["down_warps"]), f"at most {4 * tiles}, 4 for each product"
     if gemm["NR"] % (16 * p[f"{pre}_r"]):
         return f"{pre}_r", str(p[f"{pre}_r"]), f"16 x {pre}_r divides {gemm['NR']}"
     words = _held_words(layer, pre, p)
@@ -353,7 +398,3 @@ def _gemm_problem(gemm: Params, pre: str, p: Params) -> tuple[str, str, str] | N
     if nbytes > SHARED_MEMORY:
         return f"{pre} shared memory", f"{nbytes} bytes", f"at most {SHARED_MEMORY} bytes"
     return None
-
-
-def _widths(classes: str) -> list[str]:
-    return [str(sum(map(int, c.split("+")))) for c in classes.split(",")]

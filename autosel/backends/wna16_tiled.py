@@ -56,6 +56,7 @@ def _layer(
         asm=asm,
         pdl=asm and capability >= (9, 0),
         gluon=asm and capability[0] == 9,
+        weight_on_input=problem.router_weight_on_input,
     )
 
 
@@ -101,14 +102,18 @@ class Wna16TiledBackend(Backend):
         from autosel.kernels import wna16_space
 
         layer = _meta_layer(problem, device)
-        start = wna16_space.starting_params(layer, num_tokens)
+        starts = wna16_space.starting_points(layer, num_tokens)
 
         def constraint(params: Params) -> Reason | None:
-            found = wna16_space.problem_with(layer, _completed(start, params))
+            found = wna16_space.problem_with(layer, _completed(starts[0], params))
             return Reason(*found) if found else None
 
-        choices = wna16_space.choices(layer, start)
-        return Space(start, choices, constraint, wna16_space.blocks(choices))
+        def design(start: Params, rivals: tuple[Space, ...] = ()) -> Space:
+            choices = wna16_space.choices(layer, start)
+            return Space(start, choices, constraint, wna16_space.blocks(choices), rivals)
+
+        first, *others = starts
+        return design(first, tuple(design(other) for other in others))
 
     def compile_ahead(
         self, problem: Problem, params: Params, num_tokens: int, device: Device
@@ -146,9 +151,6 @@ class Wna16TiledBackend(Backend):
 
         problem, layer = packed.problem, tiled_layer(packed)
         weights = routing.topk_weights
-        if problem.router_weight_on_input:
-            x = (x.float() * weights).to(x.dtype)
-            weights = torch.ones_like(weights)
         settings = _settings(layer, len(x), params)
         if layer.hidden == problem.hidden_size:
             moe_forward(layer, x, routing.topk_ids, weights, out, settings)

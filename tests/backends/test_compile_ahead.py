@@ -55,7 +55,8 @@ def test_our_kernels_name_each_kernel_once(path: str) -> None:
     backend: Any = registry.get("wna16_tiled")
     scheme = QuantScheme(4, 128, True)
     problem = Problem(128, 128, 8, 2048, 768, scheme, scheme)
-    starts = [backend.space(problem, m, H200).default for m in (1, 2, 64)]
+    spaces = [backend.space(problem, m, H200) for m in (1, 2, 64)]
+    starts = [design.default for space in spaces for design in space.designs]
     params = next(start for start in starts if start["path"] == path)
     counts = (1, 2, 3, 6, 9, 16, 17, 32, 64, 128)
     named = backend.compiled_counts(problem, params, counts, H200)

@@ -60,7 +60,7 @@ print(json.dumps([build(*case) for case in json.loads(sys.argv[1])]))
 PLAIN = (4, True, False)  # bits, symmetric, fp16
 CASES = {
     "decode": ((128, 8, 2048, 768, 128, 1), PLAIN, "decode_gate_up", "mma"),
-    "scan": ((128, 8, 2048, 768, 128, 4), PLAIN, "grouped_gemm", "wgmma"),
+    "scan": ((8, 2, 4096, 14336, 128, 4), PLAIN, "grouped_gemm", "wgmma"),
     "narrow blocks": ((128, 8, 2048, 768, 128, 64), PLAIN, "prefill_gemm", "wgmma"),
     "short K, groups of 32": ((384, 8, 7168, 256, 32, 4096), PLAIN, "prefill_gemm", "wgmma"),
     "last round is no whole one": (

@@ -6,6 +6,8 @@ that run on a GPU.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -22,6 +24,7 @@ from tests.kernels.reference import layer_reference, relative_error
 
 pytest.importorskip("triton")
 from autosel.backends.wna16_tiled import tiled_layer
+from autosel.kernels import wna16_moe
 from autosel.kernels.wna16_moe import layer_launches, moe_forward
 from autosel.layouts.wna16_tiled import Wna16Tiled
 
@@ -102,6 +105,30 @@ def test_one_hot_expert_takes_several_blocks(path):
     ids = torch.tensor([[1, 2]] * 9 + [[1, 0]] * 2, dtype=torch.int32)
     out, ref = run({}, PATHS[path], tokens=11, ids=ids)
     assert relative_error(out, ref) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", [{}, {"act_order": True}], ids=str)
+def test_more_slots_than_are_looked_through(case, monkeypatch):
+    monkeypatch.setattr(wna16_moe, "SCANNED", 7)
+    out, ref = run(case, PATHS["scan"], tokens=11)
+    assert relative_error(out, ref) < TOLERANCE
+
+
+@pytest.mark.parametrize("path", ["decode", "scan", "sorted"])
+def test_router_weights_on_the_input_scale_it_and_no_output(path):
+    """As in Llama 4: one choice, whose weight is before the activation, where it is not linear."""
+    experts = make_experts(make_problem(top_k=1))
+    layer = tiled_layer(Wna16Tiled("bfloat16").pack(experts))
+    gen = torch.Generator().manual_seed(3)
+    x = torch.randn((3, 128), generator=gen).bfloat16()
+    ids = torch.tensor([[1], [-1], [1]], dtype=torch.int32)
+    weights = torch.tensor([[0.25], [float("nan")], [2.0]])
+    out = torch.full_like(x, float("nan"))
+    moe_forward(replace(layer, weight_on_input=True), x, ids, weights, out, PATHS[path])
+    scaled = (x.float() * weights.nan_to_num()).bfloat16()
+    ref = layer_reference(experts, scaled, ids, torch.ones_like(weights))
+    assert relative_error(out, ref) < TOLERANCE
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from autosel.kernels.wna16_layer import TiledLayer
 from tests.kernels.make import make_problem
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
-TOKENS = (1, 2, 4, 8, 16, 64, 256, 1024, 8192)
+TOKENS = (1, 2, 4, 8, 9, 16, 64, 256, 1024, 8192)
 SIZES = [
     (128, 8, 2048, 768),
     (8, 2, 4096, 14336),
@@ -25,6 +25,8 @@ SIZES = [
     (16, 1, 5120, 8192),
     (32, 4, 128, 64),
     (512, 10, 2048, 512),
+    (2, 2, 128, 256),
+    (8, 2, 7168, 8192),
 ]
 
 
@@ -64,18 +66,27 @@ def test_a_setting_is_the_same_at_every_token_count(size, chosen_for):
 
     def gemms(tokens):
         launches = _meta_launches(problem, params, tokens, H200)
-        fixed = ("TOK", "CLASSES", "BN", "BK", "STAGES")
-        return [
-            {name: value for name, value in launch.options.items() if name in fixed}
-            for launch in launches
-            if "NR" in launch.options
-        ]
+        fixed = ("TOK", "CLASSES", "BN", "BK", "KS", "KW", "R", "STAGES")
+        options = [launch.options for launch in launches if "NR" in launch.options]
+        return {tuple((name, o[name]) for name in fixed if name in o) for o in options}
 
     expected = gemms(chosen_for)
     assert expected
-    assert all(launch.get("TOK", params.get("tok")) == params.get("tok") for launch in expected)
+    assert all(dict(one).get("TOK", params.get("tok")) == params.get("tok") for one in expected)
     for tokens in (1, 3, 22, 512, 1024):
         assert gemms(tokens) == expected, tokens
+
+
+def test_many_warps_on_one_small_product_are_refused():
+    """They were wrong on a card, and were found so: one choice, one piece of K, 16 rows."""
+    made = layer(16, 1, 5120, 2048, 128)
+    start = wna16_space.starting_params(made, 1)
+    lone = start | {"down_ks": 1, "down_kw": 64, "down_sub": 64, "down_r": 1, "down_warps": 8}
+    assert wna16_space.problem_with(made, lone)[0] == "down_warps"
+    assert wna16_space.problem_with(made, lone | {"down_warps": 4}) is None
+    assert wna16_space.problem_with(made, lone | {"down_kw": 128}) is None
+    two = layer(8, 2, 4096, 14336, 128)
+    assert wna16_space.problem_with(two, wna16_space.starting_params(two, 1)) is None
 
 
 def test_rounds_of_the_ring_must_not_cut_groups():
