@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 
-from autosel import FusedMoE, registry
+from autosel import FusedMoE, registry, workspace
 from autosel.core import CanonicalExperts, Problem, QuantScheme, QuantWeight, Routing
 from autosel.cpuinfo import available_memory
 from autosel.device import detect
@@ -32,6 +32,13 @@ WIDE = Problem(512, 512, SLOTS, 4096, 1024, GROUP_128, GROUP_128)
 
 ON_CPU = ["cpu_native", "emulation", "torch_int4"]
 ON_CUDA = ["wna16_tiled", "triton", "moe_wna16", "marlin", "humming"]
+
+
+@pytest.fixture(autouse=True)
+def scratch():
+    """13 GB that no later test needs."""
+    yield
+    workspace.release()
 
 
 def layer_of(experts, name, kind, tmp_path):
