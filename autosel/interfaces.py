@@ -25,6 +25,7 @@ from autosel.core import (
     Scalar,
     Support,
 )
+from autosel.errors import AutoselError, field_error
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -80,8 +81,9 @@ class Space:
     it is asked before anything is launched. ``blocks``, where given, are parameters that belong
     together, as those of one of several kernels: a search then varies one block at a time around
     the best point, and so compiles one kernel for a point. ``rivals`` are the spaces of other
-    designs that the backend has for the call, with parameters of their own: a search tries the
-    default of each and goes on with the design whose point was fastest.
+    designs that the backend has for the call: a search tries a point of each and goes on with the
+    design whose point was fastest. Designs have different parameters, or one in their defaults by
+    whose value they are told apart; a point is judged by its own design's constraint.
     """
 
     default: Params = field(default_factory=dict)
@@ -90,10 +92,34 @@ class Space:
     blocks: tuple[tuple[str, ...], ...] = ()
     rivals: tuple[Space, ...] = ()
 
+    def __post_init__(self) -> None:
+        if any(rival.rivals for rival in self.rivals):
+            raise AutoselError(field_error("Space", "rivals", "rivals of a rival", "one list"))
+
     @property
     def designs(self) -> tuple[Space, ...]:
         """This space without its rivals, and each of them."""
         return (replace(self, rivals=()), *self.rivals) if self.rivals else (self,)
+
+    def unknown(self, params: Params) -> list[str]:
+        """Parameters that are none of this design's, and those with a value they never take.
+
+        A parameter is compared with its kind: 1 is not True.
+        """
+        found = []
+        for name, value in params.items():
+            known = [*self.choices.get(name, ())]
+            known += [self.default[name]] if name in self.default else []
+            if not any(
+                value == v and isinstance(value, bool) == isinstance(v, bool) for v in known
+            ):
+                found.append(f"{name}={value}" if known else name)
+        return found
+
+    def design_of(self, params: Params) -> Space:
+        """The design that a point is of: the one to which the fewest of its parameters are
+        unknown."""
+        return min(self.designs, key=lambda design: len(design.unknown(params)))
 
     def __iter__(self) -> Iterator[dict[str, Scalar]]:
         """Every legal point, the default first and those of rivals last."""

@@ -2,10 +2,11 @@
 
 A point that the space's constraint refuses is never tried; its reason is kept. The default comes
 first, so that a budget of one still measures what the backend would do by itself, then known-good
-points, then either every other legal point in the space's own order or, when they are more than
-the budget, the proposals of Optuna's tree-structured Parzen estimator (Bergstra et al., "Algorithms
-for Hyper-Parameter Optimization", 2011); in a space of blocks, neighbours of the best point so far.
-The same space, seed and outcomes give the same points.
+points, and one of each design that the space has; then either every other legal point in the
+space's own order or, when they are more than the budget, the proposals of Optuna's tree-structured
+Parzen estimator (Bergstra et al., "Algorithms for Hyper-Parameter Optimization", 2011); in a space
+of blocks, neighbours of the best point so far. Of several designs the fastest is searched, and the
+next one only where that is used up. The same space, seed and outcomes give the same points.
 """
 
 from __future__ import annotations
@@ -68,10 +69,12 @@ def first_points(
     """What a :class:`Search` asks for at first, as far as no answer changes it.
 
     A failure does change what comes after it, so these are what to prepare for and no promise.
+    Which of several designs is the fastest is an answer too.
     """
     search = Search(space, budget, seed, seeds)
+    most = search.known if space.rivals else STARTUP
     found: list[Point] = []
-    while len(found) < STARTUP and (params := search.ask()) is not None:
+    while len(found) < most and (params := search.ask()) is not None:
         found.append(params)
         search.tell(1.0)
     return found
@@ -82,8 +85,8 @@ class Search:
 
     :meth:`ask` for a point, :meth:`tell` what it gave, until None.
 
-    seeds  points to try right after the default, such as a neighbour's best; parameters they
-           leave out are the default's
+    seeds  points to try early, such as a neighbour's best; parameters they leave out are the
+           default's
     known  how many points come first whatever is told: defaults and seeds
     """
 
@@ -126,46 +129,61 @@ class Search:
         """Yields points and is sent their values; stops at the budget."""
         early = self._early(space, seeds)
         self.known = len(early)
-        listed = [self._listed(design) for design in space.designs]
-        if all(points is not None for points in listed):
-            grids = itertools.chain.from_iterable(points or () for points in listed)
-            points = list(_unique([*(point for _, point in early), *grids]))
+        grids = [self._listed(design) for design in space.designs]
+        if all(points is not None for points in grids):
+            listed = itertools.chain.from_iterable(points or () for points in grids)
+            points = list(_unique([*(point for _, point in early), *listed]))
             if len(points) <= budget:
                 for point in points:
                     yield point
                 return
-        home, best_value, tried = space.designs[0], math.inf, list[Tried]()
-        for design, point in early[:budget]:
-            value = yield point
-            tried.append(Tried(point, value))
-            if value is not None and value < best_value:
-                home, best_value = design, value
-        walk = self._walked if home.blocks else self._sampled
-        yield from walk(home, budget, seed, tried)
+        tried: list[list[Tried]] = [[] for _ in space.designs]  # of each design
+        for number, point in early[:budget]:
+            tried[number].append(Tried(point, (yield point)))
+        bests = [min(map(_value, points), default=math.inf) for points in tried]
+        left = budget - len(early[:budget])
+        for number in sorted(range(len(bests)), key=bests.__getitem__):
+            design, before = space.designs[number], len(tried[number])
+            walk = self._walked if design.blocks else self._sampled
+            yield from walk(design, left, seed, tried[number], grids[number])
+            left -= len(tried[number]) - before
 
-    def _early(self, space: Space, seeds: Sequence[Params]) -> list[tuple[Space, Point]]:
-        """The default of each design, then the seeds, each with the first design that has it."""
-        wishes = [(design, dict(design.default)) for design in space.designs]
-        for point in seeds:
-            found = [self._completed(design, point) for design in space.designs]
-            had = [(d, f) for d, f in zip(space.designs, found, strict=True) if isinstance(f, dict)]
+    def _early(self, space: Space, seeds: Sequence[Params]) -> list[tuple[int, Point]]:
+        """Points to begin with, each with the number of its design: the space's own one and the
+        first seed, then of each design without a point its first seed or else its default, then
+        the other seeds. So a small budget sees what is known to be good and every design."""
+        wished: list[tuple[int, Point]] = []
+        for seed in seeds:
+            found = [self._completed(design, seed) for design in space.designs]
+            had = [(n, point) for n, point in enumerate(found) if isinstance(point, dict)]
             if had:
-                wishes.append(had[0])
+                wished.append(had[0])
             elif isinstance(found[0], Reason):
-                self._skip(dict(point), found[0])
-        legal = ((d, point) for d, point in wishes if self._refusal(d, point) is None)
-        return list({to_json(point): (design, point) for design, point in legal}.values())
+                self._skip(dict(seed), found[0])
+        order = [(0, dict(space.default)), *wished[:1]]
+        for number, design in enumerate(space.designs):
+            if all(number != has for has, _ in order):
+                own = (point for has, point in wished if has == number)
+                order.append((number, next(own, dict(design.default))))
+        order += wished[1:]
+        legal = [(n, p) for n, p in order if self._refusal(space.designs[n], p) is None]
+        return list({to_json(point): (number, point) for number, point in legal}.values())
 
     def _sampled(
-        self, space: Space, budget: int, seed: int, tried: list[Tried]
+        self,
+        space: Space,
+        budget: int,
+        seed: int,
+        tried: list[Tried],
+        listed: list[Point] | None,
     ) -> Generator[Point, float | None, None]:
-        """The estimator's proposals."""
-        sampler, listed = _Sampler(space, seed), self._listed(space)
+        """The estimator's proposals, ``budget`` at most, each added to the design's ``tried``."""
+        sampler = _Sampler(space, seed)
         for known in tried:
             sampler.learn(known.params, known.value)
         seen = {to_json(known.params) for known in tried}
         rng = random.Random(seed)
-        while len(seen) < budget:
+        for _ in range(budget):
             trial, found = self._proposal(space, sampler, seen)
             if found is None:
                 found = self._drawn(space, listed, seen, rng)
@@ -173,35 +191,38 @@ class Search:
                 return
             seen.add(to_json(found))
             value = yield found
+            tried.append(Tried(found, value))
             if trial is None:
                 sampler.learn(found, value)
             else:
                 sampler.tell(trial, value)
 
     def _walked(
-        self, space: Space, budget: int, seed: int, tried: list[Tried]
+        self,
+        space: Space,
+        budget: int,
+        seed: int,
+        tried: list[Tried],
+        listed: list[Point] | None,
     ) -> Generator[Point, float | None, None]:
-        """Neighbours of the best point, of one block after the other."""
+        """Neighbours of the best point, of one block after the other; as :meth:`_sampled`."""
         blocks = [[n for n in names if len(space.choices.get(n, ())) > 1] for names in space.blocks]
         blocks = [names for names in blocks if names]
-        listed, rng, turn = self._listed(space), random.Random(seed), 0
-        seen = {to_json(known.params) for known in tried}
-        right = [known for known in tried if known.value is not None]
-        first = min(right, key=_value, default=Tried(dict(space.default), math.inf))
-        best, best_value = first.params, _value(first)
-        while len(seen) < budget:
+        rng, seen = random.Random(seed), {to_json(known.params) for known in tried}
+        start = Tried(dict(space.default), None)
+        for turn in range(budget):
             found = None
+            best = min(tried, key=_value, default=start)
+            best = start if best.value is None else best
             if blocks:
-                found = self._neighbour(space, best, blocks[turn % len(blocks)], seen, rng)
-                turn += 1
+                block = blocks[turn % len(blocks)]
+                found = self._neighbour(space, best.params, block, seen, rng)
             if found is None:
                 found = self._drawn(space, listed, seen, rng)
             if found is None:
                 return
             seen.add(to_json(found))
-            value = yield found
-            if value is not None and value < best_value:
-                best, best_value = found, value
+            tried.append(Tried(found, (yield found)))
 
     def _neighbour(
         self, space: Space, best: Point, block: Sequence[str], seen: set[str], rng: random.Random

@@ -72,7 +72,7 @@ def _own_setting(row: Measurement, device: Device) -> Candidate | None:
         if not backend.supports(row.problem, device):
             return None
         space = backend.space(row.problem, row.num_tokens, device)
-        if space.constraint(params) is not None:
+        if space.design_of(params).constraint(params) is not None:
             return None
         if backend.layout(row.problem, params).key != row.candidate.layout:
             return None

@@ -80,10 +80,9 @@ def _write(path: str, name: str, space: Space, found: Found, facts: Mapping[str,
 
 def _trials(optuna: Any, space: Space, found: Found) -> list[Any]:
     state = optuna.trial.TrialState
-    names = {name: None for design in space.designs for name in design.choices}
     kinds = {
         name: optuna.distributions.CategoricalDistribution(_values(space, found, name))
-        for name in names
+        for name in _names(space)
     }
 
     def of(params: Mapping[str, Scalar]) -> dict[str, Any]:
@@ -114,6 +113,15 @@ def _trials(optuna: Any, space: Space, found: Found) -> list[Any]:
     return trials
 
 
+def _names(space: Space) -> list[str]:
+    """What is varied, and what several designs are told apart by."""
+    designs = space.designs
+    defaults = {name for design in designs for name in design.default}
+    apart = [n for n in sorted(defaults) if len({repr(d.default.get(n)) for d in designs}) > 1]
+    varied = [name for design in designs for name in design.choices]
+    return list(dict.fromkeys([*varied, *apart]))
+
+
 def _is_of(params: Mapping[str, Scalar], design: Space) -> bool:
     return all(params.get(name) in values for name, values in design.choices.items())
 
@@ -121,6 +129,7 @@ def _is_of(params: Mapping[str, Scalar], design: Space) -> bool:
 def _values(space: Space, found: Found, name: str) -> list[Scalar]:
     """The values of a parameter, those of points off the grid (the default's) included."""
     values = [value for design in space.designs for value in design.choices.get(name, ())]
+    values += [design.default[name] for design in space.designs if name in design.default]
     values += [tried.params[name] for tried in found.tried if name in tried.params]
     # 1 and True are equal and are not the same choice.
     return list({(type(value), value): value for value in values}.values())

@@ -157,10 +157,13 @@ def _points(
     backend: Backend, problem: Problem, device: Device, axes: bool
 ) -> Iterator[dict[str, Any]]:
     space = backend.space(problem, 64, device)
-    default = dict(space.default)
-    yield default
-    for name, values in space.choices.items() if axes else ():
-        for value in values:
-            point = {**default, name: value}
-            if value != default[name] and space.constraint(point) is None:
-                yield point
+    yield dict(space.default)
+    for design in space.designs if axes else ():
+        default = dict(design.default)
+        if default != space.default and design.constraint(default) is None:
+            yield default
+        for name, values in design.choices.items():
+            for value in values:
+                point = {**default, name: value}
+                if value != default[name] and design.constraint(point) is None:
+                    yield point

@@ -406,23 +406,24 @@ def test_a_search_goes_on_with_the_design_that_was_fastest(blocks: bool) -> None
         space = replace(RIVALS, blocks=(), rivals=(replace(LONG, blocks=()),))
     seeds = [{"a": 3}, {"path": "long", "c": 1}, {"c": 2}, {"x": 1}, {"path": "wide", "a": 1}]
     search = Search(space, 30, seed=1, seeds=seeds)
-    assert search.known == 5
+    assert search.known == 4
     found = walk(space, 30, paths, 1, seeds)
     points = [tried.params for tried in found.tried]
-    assert points[:5] == [
+    assert points[:4] == [  # its own, the best known one, one of the other design, other known ones
         RIVALS.default,
-        LONG.default,
         RIVALS.default | {"a": 3},
         LONG.default | {"c": 1},
         LONG.default | {"c": 2},
     ]
+    assert walk(space, 3, paths, 1).tried[1].params == LONG.default  # where none is known
     assert len({to_json(point) for point in points}) == 30
-    assert all(set(point) == set(LONG.default) for point in points[5:])
-    assert {point["path"] for point in points[5:]} == {"long"}
+    assert all(set(point) == set(LONG.default) for point in points[4:])
+    assert {point["path"] for point in points[4:]} == {"long"}
+    assert first_points(space, 30, 1, seeds) == points[:4]
     why = [(skipped.params, skipped.reason.what) for skipped in found.skipped]
     assert why == [({"x": 1}, "parameter"), ({"path": "wide", "a": 1}, "path")]
     slow = walk(space, 30, lambda point: 500 * (point["path"] == "long") + paths(point), 1, seeds)
-    assert {tried.params["path"] for tried in slow.tried[5:]} == {"short"}
+    assert {tried.params["path"] for tried in slow.tried[4:]} == {"short"}
 
 
 def test_small_designs_are_all_tried() -> None:
@@ -431,7 +432,12 @@ def test_small_designs_are_all_tried() -> None:
     tried = [t.params for t in walk(space, 7, paths).tried]
     assert sorted(map(to_json, tried)) == sorted(map(to_json, space))
     fewer = [t.params["path"] for t in walk(space, 6, paths).tried]
-    assert fewer == ["short"] + ["long"] * 3  # all of the better one
+    assert fewer == ["short"] + ["long"] * 3 + ["short"] * 2  # all of the better one first
+    twins = [replace(design(path, ("a",), 40)) for path in ("short", "long")]
+    points = walk(replace(twins[0], rivals=(twins[1],)), 79, paths).tried
+    assert len({to_json(t.params) for t in points}) == 79
+    with pytest.raises(AutoselError, match="rivals of a rival"):
+        replace(twins[0], rivals=(replace(twins[1], rivals=(twins[0],)),))
     assert [design.rivals for design in space.designs] == [(), ()]
 
 

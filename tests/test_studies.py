@@ -231,13 +231,19 @@ def test_an_empty_store_gives_nothing(store) -> None:
 
 
 def test_a_study_of_several_designs_names_each_trials_own_parameters(tmp_path) -> None:
-    rival = Space({"path": "scan", "block": 8, "rows": 1}, {"block": (8, 16), "rows": (1, 2)})
-    space = replace(SPACE, rivals=(rival,))
+    own = replace(SPACE, default={"path": "sort", "same": 1} | dict(SPACE.default))
+    rival = Space(
+        {"path": "scan", "same": 1, "block": 8, "rows": 1}, {"block": (8, 16), "rows": (1, 2)}
+    )
+    space = replace(own, rivals=(rival,))
     path = tmp_path / "designs.db"
     with Store.open(path) as store:
         name = studies.record(store, "both", space, walk(space, 32, lambda point: 1.0))
     trials = optuna.load_study(study_name=name, storage=f"sqlite:///{path}").trials
     names = [tuple(trial.params) for trial in trials if trial.state.name == "COMPLETE"]
-    assert sorted(set(names)) == [("block", "rows"), ("block", "split")]
-    assert (names.count(("block", "rows")), names.count(("block", "split"))) == (4, 8)
-    assert [t.params for t in trials if t.state.name == "PRUNED"] == [{"block": 16, "split": 2}]
+    assert {name: names.count(name) for name in set(names)} == {
+        ("block", "rows", "path"): 4,
+        ("block", "split", "path"): 8,
+    }
+    pruned = [t.params for t in trials if t.state.name == "PRUNED"]
+    assert pruned == [{"block": 16, "split": 2, "path": "sort"}]

@@ -497,3 +497,27 @@ def test_where_the_clock_gives_no_time_nothing_is_lost() -> None:
         with registered(alone=FakeBackend(clock, 0.0)):
             found = run(clock, store=store, token_counts=(4,), backends=("alone",))
         assert found.decision(4).winner.backend == "still"
+
+
+def test_a_sweep_chooses_among_designs_and_a_wider_one_tries_what_is_left() -> None:
+    """Six settings each of two designs, and time for nine: the fast design's are all tried."""
+    values = {"n": tuple(range(6))}
+    rival = Space({"path": "scan", "n": 0}, values)
+    space = Space({"path": "decode", "n": 0}, values, rivals=(rival,))
+
+    def us(routing: Routing, params: Params) -> float:
+        return (90.0 if params["path"] == "scan" else 120.0) - 5.0 * int(params["n"] or 0)
+
+    clock = Clock()
+    fake = FakeBackend(clock, us, space=space)
+    tried: list[set[tuple[Any, Any]]] = []
+    with registered(fast=fake), Store.open(":memory:") as store:
+        for trials in (9, 12):
+            seen: set[tuple[Any, Any]] = set()
+            fake.before = lambda params, seen=seen: seen.add((params["path"], params["n"]))
+            result = run(clock, store=store, token_counts=(4,), trials=trials)
+            tried.append(seen)
+            assert result.decision(4).winner.params_dict == {"path": "scan", "n": 5}
+    assert {n for path, n in tried[0] if path == "scan"} == set(range(6))
+    assert len(tried[0]) == 9
+    assert len(tried[0] | tried[1]) == 12

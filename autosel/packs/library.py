@@ -10,7 +10,6 @@ from pathlib import Path
 from autosel import records, registry
 from autosel.core import Candidate, Device, Problem
 from autosel.errors import AutoselError, PackError, UnsupportedError, field_error
-from autosel.interfaces import Space
 from autosel.packs import signing
 from autosel.packs.content import from_bytes
 from autosel.packs.model import Pack
@@ -92,10 +91,10 @@ def why_illegal(candidate: Candidate, problem: Problem, device: Device, num_toke
     try:
         backend = registry.get(candidate.backend)
         space = backend.space(problem, num_tokens, device)
-        unknown = [(_unknown(candidate, design), design) for design in space.designs]
-        names, design = min(unknown, key=lambda pair: len(pair[0]))
-        if names:
-            return f"{candidate.backend} has no parameter {names[0]} here"
+        design = space.design_of(candidate.params_dict)
+        unknown = design.unknown(candidate.params_dict)
+        if unknown:
+            return f"{candidate.backend} has no parameter {unknown[0]} here"
         illegal = design.constraint(candidate.params_dict)
         if illegal is not None:
             return f"{candidate.key}: {illegal}"
@@ -107,20 +106,6 @@ def why_illegal(candidate: Candidate, problem: Problem, device: Device, num_toke
     if layout != candidate.layout:
         return field_error(candidate.key, "layout", candidate.layout, layout)
     return ""
-
-
-def _unknown(candidate: Candidate, design: Space) -> list[str]:
-    """Parameters that are none of a design's, and values that their parameters never take."""
-    names = []
-    for name, value in candidate.params:
-        choices = (*design.choices.get(name, ()), *_default(design.default, name))
-        if not any(value == c and isinstance(value, bool) == isinstance(c, bool) for c in choices):
-            names.append(f"{name}={value}" if choices else name)
-    return names
-
-
-def _default(default: object, name: str) -> tuple[object, ...]:
-    return (default[name],) if isinstance(default, dict) and name in default else ()
 
 
 def _state(path: Path) -> tuple[str, int, int, int]:
