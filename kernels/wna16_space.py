@@ -1,13 +1,13 @@
 """Where to start and what to try: parameters of a layer call, by tokens per expert.
 
-The starting points are what won on an H200 over five models (``results/nvidia-h200``); the
-regime is a matter of slots (tokens x top_k) and of slots per expert:
+The starting points are what won on an H200 (``results/nvidia-h200``: few tokens over 13 layers,
+more over five). The regime is a matter of slots (tokens x top_k) and of how they share experts:
 
-    few that share  decode   two launches, no grouping; an expert is read for each of its slots
-    no experts
-    up to 32        scan     programs find their tokens themselves
-    above           sorted   one alignment for all; Gluon GEMMs where they apply (sm_90, SiLU,
-                             no bias), plain Triton otherwise
+    decode   few slots, most with an expert of their own: two launches, no grouping, an expert is
+             read for each of its slots
+    scan     up to 32 slots: programs find their tokens themselves
+    sorted   more: one alignment for all; Gluon GEMMs where they apply (sm_90, SiLU, no bias),
+             plain Triton otherwise
 """
 
 from __future__ import annotations
@@ -58,44 +58,44 @@ def gluon_gemm(layer: TiledLayer, up: bool) -> bool:
 
 
 # ------------------------------------------------------------------ starting points
-def starting_params(layer: TiledLayer, tokens: int) -> Params:
+def starting_params(layer: TiledLayer, tokens: int, share: float = 1.0) -> Params:
     """What the kernels do by themselves."""
-    return starting_points(layer, tokens)[0]
+    return starting_points(layer, tokens, share)[0]
 
 
-def starting_points(layer: TiledLayer, tokens: int) -> list[Params]:
+def starting_points(layer: TiledLayer, tokens: int, share: float = 1.0) -> list[Params]:
     """The starting point of each path that may be fastest, that of uniform routing first.
 
     Which one is depends on how many slots share experts: tokens are often more alike than uniform
     routing has them (8 tokens of Qwen3-30B, decode against sorted: 44 and 46 us; all on the same
     experts 40 and 23).
+
+    share  of all experts that are here (expert parallelism): so many of the slots have work
     """
     slots = tokens * layer.top_k
-    if tokens == 1 or slots > 128:
-        return [_decode(layer, slots) if tokens == 1 else _sorted(layer, slots / layer.experts)]
-    apart = _experts_hit(layer, tokens) / slots
+    served = slots * share
+    mean = served / layer.experts
+    if tokens == 1 or served > 128:
+        return [_decode(layer, served) if tokens == 1 else _sorted(layer, mean)]
+    chosen = min(1.0, layer.top_k * share / layer.experts)  # by a token, if routing is uniform
+    apart = layer.experts * (1 - (1 - chosen) ** tokens) / served  # experts hit, for each slot
     ways = {"decode": apart > 0.6, "scan": slots <= 64, "sorted": tokens > 2}
-    if slots <= 80 and apart > 0.82:
+    if served <= 80 and apart > 0.82:
         first = "decode"
-    elif slots <= 32 and (slots < layer.experts or (layer.experts <= 16 and slots <= 16)):
+    elif slots <= 32 and (served < layer.experts or (layer.experts <= 16 and slots <= 16)):
         first = "scan"
     else:
         first = "sorted"
     make = {
-        "decode": lambda: _decode(layer, slots),
+        "decode": lambda: _decode(layer, served),
         "scan": lambda: _scan(layer),
-        "sorted": lambda: _sorted(layer, slots / layer.experts),
+        "sorted": lambda: _sorted(layer, mean),
     }
     return [make[first](), *(make[way]() for way, may in ways.items() if may and way != first)]
 
 
-def _experts_hit(layer: TiledLayer, tokens: int) -> float:
-    """How many experts uniform routing is expected to hit; a token's are all different."""
-    return layer.experts * (1 - (1 - layer.top_k / layer.experts) ** tokens)
-
-
-def _decode(layer: TiledLayer, slots: int) -> Params:
-    """From whole grids of settings, 13 layers at 1 to 8 tokens."""
+def _decode(layer: TiledLayer, slots: float) -> Params:
+    """From whole grids of settings (``bench.few_tokens``)."""
     k, inner = layer.hidden, layer.intermediate
     rounds = slots * layer.rows13 / 16 / (132 * 8)  # of the programs that run at once
     if layer.group13 < 128:
@@ -107,7 +107,7 @@ def _decode(layer: TiledLayer, slots: int) -> Params:
     else:  # a program holds its place while it waits: long streams in a pipeline
         ks, kw, stages = (4, 512, 3) if rounds <= 3 else (2, 256, 3)
     up = _pieces("up", k, ks, kw, stages)
-    # Choices and pieces of K are the batch: with one piece and few choices most warps are idle.
+    # Choices and pieces of K are the batch: few choices need pieces, or else long steps.
     if inner <= 1024:
         ks, kw, stages = 1, 128 if inner > 512 else 64, 0
         if (layer.group2 < 128 and slots > 16) or (inner >= 512 and slots >= 64):
@@ -151,7 +151,8 @@ def _pieces(pre: str, k: int, ks: int, kw: int, stages: int) -> Params:
 def _held_words(layer: TiledLayer, pre: str, p: Params) -> int:
     """Registers of weights a thread holds when all of them are loaded before the first product."""
     gemm, ks = layer.gemm(pre == "up"), p[f"{pre}_ks"]
-    batches = 1 if pre == "up" else -(-layer.top_k // max(1, p["down_warps"] // ks))
+    choices = 1 if pre == "up" else next_power_of_two(layer.top_k)
+    batches = choices if pre == "up" else -(-choices // max(1, p["down_warps"] // ks))
     return int(gemm["K"] // ks * p[f"{pre}_r"] * gemm["BITS"] // 64 * batches)
 
 

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from autosel.kernels.wna16_layer import Launch, TiledLayer
 
 
+#: CUDA's limit for the second dimension of a grid, which counts the tokens of a sum or of weighted
+#: inputs and the slots of inputs in act-order.
+MOST_ON_Y = 65_535
+
+
 def _layer(
     problem: Problem,
     tensors: Mapping[str, torch.Tensor],
@@ -102,7 +107,7 @@ class Wna16TiledBackend(Backend):
         from autosel.kernels import wna16_space
 
         layer = _meta_layer(problem, device)
-        starts = wna16_space.starting_points(layer, num_tokens)
+        starts = wna16_space.starting_points(layer, num_tokens, _share(problem))
 
         def constraint(params: Params) -> Reason | None:
             found = wna16_space.problem_with(layer, _completed(starts[0], params))
@@ -147,11 +152,30 @@ class Wna16TiledBackend(Backend):
         params: Params,
         out: torch.Tensor,
     ) -> torch.Tensor:
+        most = MOST_ON_Y // (packed.problem.top_k if "x_order" in packed.tensors else 1)
+        if len(x) <= most:
+            return self._run(packed, x, routing, params, out)
+        step = -(-len(x) // -(-len(x) // most))  # equal parts
+        for begin in range(0, len(x), step):
+            part = slice(begin, begin + step)
+            some = Routing(routing.topk_ids[part], routing.topk_weights[part])
+            self._run(packed, x[part], some, params, out[part])
+        return out
+
+    def _run(
+        self,
+        packed: PackedExperts,
+        x: torch.Tensor,
+        routing: Routing,
+        params: Params,
+        out: torch.Tensor,
+    ) -> torch.Tensor:
+        """A call of no more tokens than a grid can have."""
         from autosel.kernels.wna16_moe import moe_forward
 
         problem, layer = packed.problem, tiled_layer(packed)
         weights = routing.topk_weights
-        settings = _settings(layer, len(x), params)
+        settings = _settings(problem, layer, len(x), params)
         if layer.hidden == problem.hidden_size:
             moe_forward(layer, x, routing.topk_ids, weights, out, settings)
             return out
@@ -162,11 +186,18 @@ class Wna16TiledBackend(Backend):
         return out.copy_(y[:, : problem.hidden_size])
 
 
-def _settings(layer: TiledLayer, num_tokens: int, params: Params) -> dict[str, Any]:
+def _share(problem: Problem) -> float:
+    """Of the experts, how many are on this rank."""
+    return problem.num_local_experts / problem.num_experts
+
+
+def _settings(
+    problem: Problem, layer: TiledLayer, num_tokens: int, params: Params
+) -> dict[str, Any]:
     """``params`` with the kernels' own choice at this token count for what they leave out."""
     from autosel.kernels.wna16_space import starting_params
 
-    return _completed(starting_params(layer, num_tokens), params)
+    return _completed(starting_params(layer, num_tokens, _share(problem)), params)
 
 
 def _completed(start: Params, params: Params) -> dict[str, Any]:
@@ -188,7 +219,7 @@ def _meta_launches(
     layer = _meta_layer(problem, device)
     x, routing, _ = triton_offline.meta_call(problem, num_tokens)
     wide = torch.empty((num_tokens, layer.hidden), dtype=x.dtype, device="meta")
-    settings = _settings(layer, num_tokens, params)
+    settings = _settings(problem, layer, num_tokens, params)
     launches: list[Launch] = layer_launches(
         layer, wide, routing.topk_ids, routing.topk_weights, torch.empty_like(wide), settings
     )

@@ -89,6 +89,21 @@ def test_many_warps_on_one_small_product_are_refused():
     assert wna16_space.problem_with(two, wna16_space.starting_params(two, 1)) is None
 
 
+def test_a_rank_of_expert_parallelism_starts_by_the_slots_that_it_serves():
+    """DeepSeek-V3 over 8 and 128 ranks: of the 64 slots of 8 tokens 8, or half a one, are here."""
+    for local in (32, 2):
+        made, share = layer(local, 8, 7168, 2048, 128), local / 256
+        paths = [wna16_space.starting_points(made, t, share)[0]["path"] for t in range(1, 2000)]
+        assert paths[:8] == ["decode"] * 8
+        changes = sum(a != b for a, b in itertools.pairwise(paths))
+        assert changes <= 2, "more tokens go back to fewer tokens' path"
+        for tokens in (1, 8, 64, 2000):
+            for start in wna16_space.starting_points(made, tokens, share):
+                assert wna16_space.problem_with(made, start) is None
+    whole = layer(32, 8, 7168, 2048, 128)
+    assert wna16_space.starting_points(whole, 8)[0]["path"] != "decode"
+
+
 def test_rounds_of_the_ring_must_not_cut_groups():
     """Seven stages of 64 inputs with groups of 128 gave wrong numbers: found by checking."""
     made = layer(8, 2, 4096, 14336, 128)
