@@ -58,6 +58,28 @@ def gluon_gemm(layer: TiledLayer, up: bool) -> bool:
 
 
 # ------------------------------------------------------------------ starting points
+_DECODE = frozenset(
+    f"{pre}_{name}" for pre in ("up", "down") for name in ("r", "ks", "kw", "sub", "stages")
+) | {"down_warps"}
+_GEMMS = frozenset(
+    f"{pre}_{name}" for pre in ("up", "down") for name in ("bn", "bk", "stages", "warps", "with")
+) | {"prefetch"}
+
+
+def is_complete(p: Params) -> bool:
+    """Whether a setting leaves nothing to the starting point, which need not be made then: that
+    takes 6 to 28 us of a call, and some layers take the device 10."""
+    if p.get("path") == "decode":
+        return p.keys() >= _DECODE
+    if p.get("path") not in ("scan", "sorted") or not p.keys() >= _GEMMS:
+        return False
+    widths = "tok" in p or "classes" in p
+    kinds = {"up": p["up_with"], "down": p["down_with"]}
+    gluon = [pre for pre, kind in kinds.items() if kind == "gluon"]
+    ring = not gluon or {"near", "classes", *(f"{pre}_late" for pre in gluon)} <= p.keys()
+    return widths and ring and (kinds["down"] == "triton" or "down_rt" in p)
+
+
 def starting_params(layer: TiledLayer, tokens: int, share: float = 1.0) -> Params:
     """What the kernels do by themselves."""
     return starting_points(layer, tokens, share)[0]

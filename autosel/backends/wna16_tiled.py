@@ -195,8 +195,10 @@ def _settings(
     problem: Problem, layer: TiledLayer, num_tokens: int, params: Params
 ) -> dict[str, Any]:
     """``params`` with the kernels' own choice at this token count for what they leave out."""
-    from autosel.kernels.wna16_space import starting_params
+    from autosel.kernels.wna16_space import is_complete, starting_params
 
+    if is_complete(params):
+        return dict(params)
     return _completed(starting_params(layer, num_tokens, _share(problem)), params)
 
 

@@ -8,10 +8,12 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from autosel.backends.wna16_tiled import Wna16TiledBackend, _meta_launches
+from autosel.backends.wna16_tiled import Wna16TiledBackend, _meta_launches, _meta_layer
 from autosel.core import Activation, Device
 from autosel.kernels import wna16_space
 from autosel.kernels.wna16_layer import TiledLayer
+from autosel.kernels.wna16_moe import layer_launches
+from autosel.triton_offline import meta_call
 from tests.kernels.make import make_problem
 
 H200 = Device("cuda", "NVIDIA H200", (9, 0), 132)
@@ -41,6 +43,37 @@ def test_starting_points_are_legal(size):
         made = layer(*size, group, bits13=bits, bits2=bits, gluon=gluon)
         start = wna16_space.starting_params(made, tokens)
         assert wna16_space.problem_with(made, start) is None, (group, tokens, bits, start)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_a_complete_setting_leaves_nothing_out_and_a_part_of_one_does(size):
+    """What a call reads of a setting is seen by making its launches of just that."""
+    problem = make_problem(size[0], size[2], size[3], size[1], group=128)
+    for tokens in (1, 2, 8, 64, 4096):
+        for design in Wna16TiledBackend().space(problem, tokens, H200).designs:
+            point = dict(design.default)
+            assert wna16_space.is_complete(point)
+            read = ReadKeys(point)
+            made = _meta_layer(problem, H200)
+            x, routing, _ = meta_call(problem, tokens)
+            x = torch.empty((tokens, made.hidden), dtype=x.dtype, device="meta")
+            ids, weights = routing.topk_ids, routing.topk_weights
+            layer_launches(made, x, ids, weights, torch.empty_like(x), read)
+            for name in read.keys_read:
+                left = {n: v for n, v in point.items() if n != name}
+                assert not wna16_space.is_complete(left), name
+
+
+class ReadKeys(dict):
+    """A dict that remembers what was read of it and has to be there."""
+
+    def __init__(self, values):
+        super().__init__(values)
+        self.keys_read = set()
+
+    def __getitem__(self, name):
+        self.keys_read.add(name)
+        return super().__getitem__(name)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
