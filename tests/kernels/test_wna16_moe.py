@@ -133,15 +133,14 @@ def test_router_weights_on_the_input_scale_it_and_no_output(path):
     assert torch.equal(out[1], torch.zeros_like(out[1]))
 
 
-@pytest.mark.parametrize("path", ["decode", "sorted"])
-def test_calls_of_more_tokens_than_a_grid_has_rows_run_in_parts(path, monkeypatch):
+def test_calls_of_more_tokens_than_a_grid_has_rows_run_in_parts(monkeypatch):
     """8,192 tokens with 8 choices in act-order are 65,536 slots: CUDA refused the launch."""
     experts = make_experts(make_problem(act_order=True))
     packed = Wna16Tiled("bfloat16").pack(experts)
     gen = torch.Generator().manual_seed(5)
-    x = torch.randn((11, 128), generator=gen).bfloat16()
-    ids = torch.stack([torch.randperm(4, generator=gen)[:2] for _ in range(11)]).int()
-    routing = Routing(ids, torch.rand((11, 2), generator=gen))
+    x = torch.randn((5, 128), generator=gen).bfloat16()
+    ids = torch.stack([torch.randperm(4, generator=gen)[:2] for _ in range(5)]).int()
+    routing = Routing(ids, torch.rand((5, 2), generator=gen))
     lengths = []
     forward = wna16_moe.moe_forward
     monkeypatch.setattr(
@@ -150,12 +149,12 @@ def test_calls_of_more_tokens_than_a_grid_has_rows_run_in_parts(path, monkeypatc
         lambda layer, x, *rest: lengths.append(len(x)) or forward(layer, x, *rest),
     )
     outs = []
-    for most in (65_535, 9):
+    for most in (65_535, 5):
         monkeypatch.setattr(wna16_tiled, "MOST_ON_Y", most)
         out = torch.full_like(x, float("nan"))
-        Wna16TiledBackend().run(packed, x, routing, PATHS[path], out)
+        Wna16TiledBackend().run(packed, x, routing, PATHS["sorted"], out)
         outs.append(out)
-    assert lengths == [11, 4, 4, 3]
+    assert lengths == [5, 2, 2, 1]
     assert torch.equal(*outs)
     assert (
         relative_error(outs[0], layer_reference(experts, x, ids, routing.topk_weights)) < TOLERANCE
