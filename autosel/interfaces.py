@@ -119,6 +119,8 @@ class Space:
     def design_of(self, params: Params) -> Space:
         """The design that a point is of: the one to which the fewest of its parameters are
         unknown."""
+        if not self.rivals:
+            return self
         return min(self.designs, key=lambda design: len(design.unknown(params)))
 
     def __iter__(self) -> Iterator[dict[str, Scalar]]:

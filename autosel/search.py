@@ -127,9 +127,10 @@ class Search:
         self, space: Space, budget: int, seed: int, seeds: Sequence[Params]
     ) -> Generator[Point, float | None, None]:
         """Yields points and is sent their values; stops at the budget."""
-        early = self._early(space, seeds)
+        designs = space.designs
+        early = self._early(designs, seeds)
         self.known = len(early)
-        grids = [self._listed(design) for design in space.designs]
+        grids = [self._listed(design) for design in designs]
         if all(points is not None for points in grids):
             listed = itertools.chain.from_iterable(points or () for points in grids)
             points = list(_unique([*(point for _, point in early), *listed]))
@@ -137,36 +138,38 @@ class Search:
                 for point in points:
                     yield point
                 return
-        tried: list[list[Tried]] = [[] for _ in space.designs]  # of each design
+        tried: list[list[Tried]] = [[] for _ in designs]
         for number, point in early[:budget]:
             tried[number].append(Tried(point, (yield point)))
         bests = [min(map(_value, points), default=math.inf) for points in tried]
         left = budget - len(early[:budget])
         for number in sorted(range(len(bests)), key=bests.__getitem__):
-            design, before = space.designs[number], len(tried[number])
+            if left == 0:
+                return
+            design, before = designs[number], len(tried[number])
             walk = self._walked if design.blocks else self._sampled
             yield from walk(design, left, seed, tried[number], grids[number])
             left -= len(tried[number]) - before
 
-    def _early(self, space: Space, seeds: Sequence[Params]) -> list[tuple[int, Point]]:
+    def _early(self, designs: Sequence[Space], seeds: Sequence[Params]) -> list[tuple[int, Point]]:
         """Points to begin with, each with the number of its design: the space's own one and the
         first seed, then of each design without a point its first seed or else its default, then
         the other seeds. So a small budget sees what is known to be good and every design."""
         wished: list[tuple[int, Point]] = []
         for seed in seeds:
-            found = [self._completed(design, seed) for design in space.designs]
+            found = [self._completed(design, seed) for design in designs]
             had = [(n, point) for n, point in enumerate(found) if isinstance(point, dict)]
             if had:
                 wished.append(had[0])
             elif isinstance(found[0], Reason):
                 self._skip(dict(seed), found[0])
-        order = [(0, dict(space.default)), *wished[:1]]
-        for number, design in enumerate(space.designs):
+        order = [(0, dict(designs[0].default)), *wished[:1]]
+        for number, design in enumerate(designs):
             if all(number != has for has, _ in order):
                 own = (point for has, point in wished if has == number)
                 order.append((number, next(own, dict(design.default))))
         order += wished[1:]
-        legal = [(n, p) for n, p in order if self._refusal(space.designs[n], p) is None]
+        legal = [(n, p) for n, p in order if self._refusal(designs[n], p) is None]
         return list({to_json(point): (number, point) for number, point in legal}.values())
 
     def _sampled(
