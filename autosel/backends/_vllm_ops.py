@@ -17,12 +17,12 @@ import threading
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from autosel.errors import UnsupportedError, field_error
-from autosel.interfaces import Requirements
+from autosel.interfaces import Backend, Requirements
 
 DISTRIBUTIONS = ("vllm",)
 LIBRARY_VARIABLE = "AUTOSEL_VLLM_MOE_LIB"
@@ -57,12 +57,17 @@ def find(namespace: str, name: str) -> Any | None:
     return getattr(getattr(torch.ops, namespace), name).default
 
 
-def unpackaged() -> Mapping[str, str]:
-    """A hash of the libraries that the variable names, for the vllm that is not installed."""
-    facts = tuple(
-        (str(p), s.st_mtime_ns, s.st_size) for p in _named() if p.is_file() and (s := p.stat())
-    )
-    return {DISTRIBUTIONS[0]: _hash(facts)} if facts else {}
+class VllmOperator(Backend):
+    """A backend on vLLM's compiled operators."""
+
+    distributions: ClassVar[tuple[str, ...]] = DISTRIBUTIONS
+
+    def unpackaged(self) -> Mapping[str, str]:
+        """A hash of the libraries that the variable names, for the vllm that is not installed."""
+        facts = tuple(
+            (str(p), s.st_mtime_ns, s.st_size) for p in _named() if p.is_file() and (s := p.stat())
+        )
+        return {DISTRIBUTIONS[0]: _hash(facts)} if facts else {}
 
 
 @functools.lru_cache(maxsize=4)

@@ -5,7 +5,6 @@ The buffer is filled from ordinary activations first, see :mod:`autosel.backends
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -15,19 +14,15 @@ from autosel.backends import _vllm_ops, marlin
 from autosel.backends._batches import fill
 from autosel.backends._steps import reduce_into
 from autosel.core import Device, Params, Problem, Routing, Support
-from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
+from autosel.interfaces import Layout, PackedExperts, Requirements, Space
 from autosel.layouts.marlin import Marlin as MarlinLayout
 
 
-class BatchedMarlin(Backend):
+class BatchedMarlin(_vllm_ops.VllmOperator):
     """The operator and the layout of :mod:`autosel.backends.marlin`, one row a slot."""
 
     name: ClassVar[str] = "batched_marlin"
     summary: ClassVar[str] = "Marlin on per-expert batches, for all-to-all dispatch"
-    distributions: ClassVar[tuple[str, ...]] = _vllm_ops.DISTRIBUTIONS
-
-    def unpackaged(self) -> Mapping[str, str]:
-        return _vllm_ops.unpackaged()
 
     def available(self, device: Device) -> Support:
         needs = Requirements()

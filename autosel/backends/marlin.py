@@ -7,7 +7,7 @@ split-K reduction in float32; weights are rounded to the activations' type.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +17,7 @@ from autosel.backends import _rules, _vllm_ops
 from autosel.backends._steps import activate_into, buffers, reduce_into, slot_rows
 from autosel.backends._vllm_align import align
 from autosel.core import Device, Params, Problem, QuantScheme, Reason, Routing, Support
-from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
+from autosel.interfaces import Layout, PackedExperts, Requirements, Space
 from autosel.layouts.marlin import GROUP_SIZES, padded_intermediate
 from autosel.layouts.marlin import Marlin as MarlinLayout
 
@@ -158,19 +158,15 @@ def require_operator(needs: Requirements, device: Device) -> None:
     _vllm_ops.require(needs, "_moe_C", "moe_wna16_marlin_gemm", load=cuda)
 
 
-class Marlin(Backend):
+class Marlin(_vllm_ops.VllmOperator):
     """vLLM's ``_moe_C::moe_wna16_marlin_gemm`` for both GEMMs."""
 
     name: ClassVar[str] = "marlin"
     summary: ClassVar[str] = "Marlin's tensor-core kernels, from vLLM"
-    distributions: ClassVar[tuple[str, ...]] = _vllm_ops.DISTRIBUTIONS
     block_sizes: ClassVar[tuple[int, ...]] = BLOCK_SIZES
 
     def block_size(self, problem: Problem, num_tokens: int) -> int:
         return max(self.block_sizes[0], default_block_size(problem, num_tokens))
-
-    def unpackaged(self) -> Mapping[str, str]:
-        return _vllm_ops.unpackaged()
 
     def available(self, device: Device) -> Support:
         needs = Requirements()

@@ -8,7 +8,6 @@ atomics in arbitrary order, so two runs may differ in the last bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -19,7 +18,7 @@ from autosel.backends._steps import activate_into, buffers, reduce_into
 from autosel.backends._vllm_align import align
 from autosel.core import Device, Params, Problem, Reason, Routing, Support
 from autosel.errors import UnsupportedError, field_error
-from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
+from autosel.interfaces import Layout, PackedExperts, Requirements, Space
 from autosel.layouts.nfirst_bytes import NFirstBytes
 
 GROUP_SIZES = (32, 64, 128)
@@ -31,15 +30,11 @@ GROUPS = (1, 2, 4, 8)
 _SHARED_MEMORY = 48 << 10
 
 
-class MoeWna16(Backend):
+class MoeWna16(_vllm_ops.VllmOperator):
     """``_moe_C::moe_wna16_gemm`` for both GEMMs."""
 
     name: ClassVar[str] = "moe_wna16"
     summary: ClassVar[str] = "vLLM's CUDA kernel without tensor cores, for few tokens"
-    distributions: ClassVar[tuple[str, ...]] = _vllm_ops.DISTRIBUTIONS
-
-    def unpackaged(self) -> Mapping[str, str]:
-        return _vllm_ops.unpackaged()
 
     def available(self, device: Device) -> Support:
         needs = Requirements()

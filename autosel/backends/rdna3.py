@@ -6,7 +6,6 @@ the last bits from run to run; both outputs must start from zero.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -15,7 +14,7 @@ from autosel.align import align_block_size
 from autosel.backends import _rules, _vllm_ops
 from autosel.backends._steps import activate_into
 from autosel.core import Device, Params, Problem, Routing, Support
-from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
+from autosel.interfaces import Layout, PackedExperts, Requirements, Space
 from autosel.layouts.exllama import Exllama
 
 ARCHITECTURE = "gfx1100"
@@ -23,15 +22,11 @@ BLOCK_SIZES = (1, 2, 4, 8)
 _OPERATOR = ("_rocm_C", "moe_gptq_gemm_rdna3")
 
 
-class Rdna3(Backend):
+class Rdna3(_vllm_ops.VllmOperator):
     """``_rocm_C::moe_gptq_gemm_rdna3`` for both GEMMs; the second one sums over slots."""
 
     name: ClassVar[str] = "rdna3"
     summary: ClassVar[str] = "vLLM's int4 kernel for AMD RDNA3"
-    distributions: ClassVar[tuple[str, ...]] = _vllm_ops.DISTRIBUTIONS
-
-    def unpackaged(self) -> Mapping[str, str]:
-        return _vllm_ops.unpackaged()
 
     def available(self, device: Device) -> Support:
         needs = Requirements()
