@@ -14,7 +14,7 @@ from autosel import workspace
 from autosel.activations import activate, constants
 from autosel.core import Activation, Problem
 
-_MAX_GRID_Y = 65535  # CUDA's limit for the second dimension of a grid
+MAX_GRID_Y = 65535  # CUDA's limit for the second dimension of a grid
 
 
 def _plain(tensor: torch.Tensor) -> bool:
@@ -67,8 +67,8 @@ def slot_rows(x: torch.Tensor, topk_ids: torch.Tensor, order: torch.Tensor | Non
     slots, width = topk_ids.numel(), x.shape[1]
     out = workspace.empty((slots, width), x.dtype, x.device)
     block = min(1024, 1 << (width - 1).bit_length())
-    for start in range(0, num_tokens, _MAX_GRID_Y // top_k):
-        end = min(start + _MAX_GRID_Y // top_k, num_tokens)
+    for start in range(0, num_tokens, MAX_GRID_Y // top_k):
+        end = min(start + MAX_GRID_Y // top_k, num_tokens)
         gather_inputs[(-(-width // block), (end - start) * top_k)](
             x[start:end],
             topk_ids[start:end],
@@ -148,8 +148,8 @@ def reduce_into(
 
     width = out.shape[1]
     block = min(1024, 1 << (width - 1).bit_length())
-    for start in range(0, num_tokens, _MAX_GRID_Y):
-        end = min(start + _MAX_GRID_Y, num_tokens)
+    for start in range(0, num_tokens, MAX_GRID_Y):
+        end = min(start + MAX_GRID_Y, num_tokens)
         reduce_kernel[(-(-width // block), end - start)](
             y if rows is not None else y[start * top_k :],
             None if rows is None else rows[start:end],

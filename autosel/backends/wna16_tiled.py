@@ -14,6 +14,7 @@ import torch
 from autosel import triton_offline
 from autosel.activations import constants
 from autosel.backends import _package, _rules
+from autosel.backends._steps import MAX_GRID_Y
 from autosel.core import Device, Params, Problem, Reason, Routing, Support
 from autosel.interfaces import Backend, Layout, PackedExperts, Requirements, Space
 from autosel.layouts.wna16_tiled import Sizes, Wna16Tiled
@@ -22,11 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from autosel.kernels.wna16_layer import Launch, TiledLayer
-
-
-#: CUDA's limit for the second dimension of a grid, which counts the tokens of a sum or of weighted
-#: inputs and the slots of inputs in act-order.
-MOST_ON_Y = 65_535
 
 
 def _layer(
@@ -152,27 +148,17 @@ class Wna16TiledBackend(Backend):
         params: Params,
         out: torch.Tensor,
     ) -> torch.Tensor:
-        most = MOST_ON_Y // (packed.problem.top_k if "x_order" in packed.tensors else 1)
-        if len(x) <= most:
-            return self._run(packed, x, routing, params, out)
-        step = -(-len(x) // -(-len(x) // most))  # equal parts
-        for begin in range(0, len(x), step):
-            part = slice(begin, begin + step)
-            some = Routing(routing.topk_ids[part], routing.topk_weights[part])
-            self._run(packed, x[part], some, params, out[part])
-        return out
-
-    def _run(
-        self,
-        packed: PackedExperts,
-        x: torch.Tensor,
-        routing: Routing,
-        params: Params,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        """A call of no more tokens than a grid can have."""
         from autosel.kernels.wna16_moe import moe_forward
 
+        # A sum and weighted inputs have the tokens there, inputs in act-order the slots.
+        most = MAX_GRID_Y // (packed.problem.top_k if "x_order" in packed.tensors else 1)
+        if len(x) > most:
+            step = -(-len(x) // -(-len(x) // most))  # equal parts
+            for begin in range(0, len(x), step):
+                part = slice(begin, begin + step)
+                some = Routing(routing.topk_ids[part], routing.topk_weights[part])
+                self.run(packed, x[part], some, params, out[part])
+            return out
         problem, layer = packed.problem, tiled_layer(packed)
         weights = routing.topk_weights
         settings = _settings(problem, layer, len(x), params)

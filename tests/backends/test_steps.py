@@ -45,7 +45,7 @@ def test_activation(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize("grid", [65535, 2])
 def test_reduce(monkeypatch: pytest.MonkeyPatch, weighted: bool, placed: bool, grid: int) -> None:
     """``grid`` is the most tokens of one launch: with 2, five tokens take three."""
-    monkeypatch.setattr(_steps, "_MAX_GRID_Y", grid)
+    monkeypatch.setattr(_steps, "MAX_GRID_Y", grid)
     rows = None
     y = torch.randn(10, 1100).half()
     if placed:
@@ -63,7 +63,7 @@ def test_reduce(monkeypatch: pytest.MonkeyPatch, weighted: bool, placed: bool, g
 
 @pytest.mark.parametrize("grid", [65535, 4])
 def test_rows_in_the_order_of_experts(monkeypatch: pytest.MonkeyPatch, grid: int) -> None:
-    monkeypatch.setattr(_steps, "_MAX_GRID_Y", grid)
+    monkeypatch.setattr(_steps, "MAX_GRID_Y", grid)
     x = torch.randn(5, 1100).half()
     order = torch.stack([torch.randperm(1100) for _ in range(3)]).to(torch.int32)
     plain, kernel = both(monkeypatch, lambda: _steps.slot_rows(x, IDS, order))

@@ -150,7 +150,7 @@ def test_calls_of_more_tokens_than_a_grid_has_rows_run_in_parts(monkeypatch):
     )
     outs = []
     for most in (65_535, 5):
-        monkeypatch.setattr(wna16_tiled, "MOST_ON_Y", most)
+        monkeypatch.setattr(wna16_tiled, "MAX_GRID_Y", most)
         out = torch.full_like(x, float("nan"))
         Wna16TiledBackend().run(packed, x, routing, PATHS["sorted"], out)
         outs.append(out)
