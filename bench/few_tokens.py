@@ -58,11 +58,8 @@ def halves(pre: str) -> Iterator[Params]:
 def grid(shape: Shape, tokens: int, pre: str) -> list[Params]:
     """The decode setting of this cell with each legal setting of one kernel."""
     layer = meta_layer(shape)
-    points = wna16_space.starting_points(layer, tokens)
-    start = next((p for p in points if p["path"] == "decode"), None)
-    if start is None:
-        return []
-    varied = (start | half for half in halves(pre))
+    decode = (start for start in starts(shape, tokens) if start["path"] == "decode")
+    varied = (start | half for start in decode for half in halves(pre))
     return [p for p in varied if wna16_space.problem_with(layer, p) is None]
 
 
@@ -109,10 +106,7 @@ def same_experts(cell: Cell, weights: Weights) -> None:
 
 def run_model(shape: Shape, tokens: Sequence[int], writer: Any) -> None:
     weights = Weights(shape)
-    packed = weights.packed()
-    nbytes = sum(t.numel() * 4 for t in packed.values())
-    more = 3 if nbytes < 2e9 else 1
-    copies = [packed, *({k: t.clone() for k, t in packed.items()} for _ in range(more))]
+    copies = weights.packed_copies()
     for m in tokens:
         cell = Cell(shape, m, weights, copies)
         table = Table(writer, cell, "uniform")

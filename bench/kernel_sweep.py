@@ -116,11 +116,7 @@ def sweep_model(shape: Shape, tokens: Iterable[int], path: str, top: int) -> Non
         compiler.compile(x for m in tokens for p in bases[m] for x in describe(shape, m, p)),
     )
     weights = Weights(shape)
-    packed = weights.packed()
-    nbytes = sum(t.numel() * 4 for t in packed.values())
-    copies = [packed] + [
-        {k: t.clone() for k, t in packed.items()} for _ in range(3 if nbytes < 2e9 else 1)
-    ]
+    copies = weights.packed_copies()
     new = not os.path.exists(path)
     stream = open(path, "a", newline="")  # noqa: SIM115
     writer = csv.DictWriter(stream, FIELDS)

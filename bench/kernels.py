@@ -25,7 +25,17 @@ import torch
 from autosel.kernels.wna16_moe import layer_launches
 from bench.graph_timing import Compiler, capture, median, replays_us
 from bench.kernel_sweep import describe
-from bench.moe_cases import SHAPES, TOKENS, Inputs, Shape, Weights, reference, relative_error, tiled
+from bench.moe_cases import (
+    SHAPES,
+    TOKENS,
+    Inputs,
+    Shape,
+    Weights,
+    copies_of,
+    reference,
+    relative_error,
+    tiled,
+)
 
 FIELDS = [
     "model",
@@ -71,15 +81,6 @@ class System:
         self.name, self.copies, self.build = name, copies, build
 
 
-def copies_of(tensors: Any, count: int) -> list[Any]:
-    def clone() -> Any:
-        if isinstance(tensors, dict):
-            return {k: v.clone() for k, v in tensors.items()}
-        return [v.clone() for v in tensors]
-
-    return [tensors] + [clone() for _ in range(count - 1)]
-
-
 def ours(shape: Shape, name: str, copies: list[Any], params: dict[int, Any]) -> System:
     def build(tokens: int) -> Any:
         def call(w: Any, x: Any, ids: Any, topk_weights: Any, out: Any) -> None:
@@ -117,9 +118,8 @@ def run_model(shape: Shape, args: argparse.Namespace) -> None:
     compiler.pool.terminate()
 
     weights = Weights(shape)
-    packed = weights.packed()
-    count = 4 if sum(t.numel() * 4 for t in packed.values()) < 2e9 else 2
-    copies = copies_of(packed, count)
+    copies = weights.packed_copies()
+    count = len(copies)
     systems = [ours(shape, name, copies, params) for name, params in sets.items()]
     if args.peers:
         from bench.peers import load_operators

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -86,6 +87,20 @@ class Weights:
             pairs = pack_pairs(scales.reshape(e * rows, -1))
             out[f"s{name}"] = pairs.reshape(e, rows // 16, -1, 8)
         return out
+
+    def packed_copies(self) -> list[Any]:
+        """So many packed copies that calls in turn find none of the weights in the caches."""
+        packed = self.packed()
+        return copies_of(packed, 4 if sum(t.numel() * 4 for t in packed.values()) < 2e9 else 2)
+
+
+def copies_of(tensors: Any, count: int) -> list[Any]:
+    def clone() -> Any:
+        if isinstance(tensors, dict):
+            return {k: v.clone() for k, v in tensors.items()}
+        return [v.clone() for v in tensors]
+
+    return [tensors] + [clone() for _ in range(count - 1)]
 
 
 def tiled(shape: Shape, tensors: dict[str, torch.Tensor]) -> TiledLayer:
