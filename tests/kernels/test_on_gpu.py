@@ -9,8 +9,9 @@ import torch
 
 pytest.importorskip("triton")
 from autosel.backends.wna16_tiled import tiled_layer
+from autosel.kernels.wna16_gemm_space import CLASSES
 from autosel.kernels.wna16_moe import moe_forward
-from autosel.kernels.wna16_space import CLASSES, starting_params
+from autosel.kernels.wna16_space import starting_params
 from autosel.layouts.wna16_tiled import Wna16Tiled
 from tests.kernels.make import (
     ACTIVATIONS,
