@@ -7,10 +7,11 @@ A third party registers a backend through the entry-point group ``autosel.backen
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 import torch
 
@@ -83,7 +84,9 @@ class Space:
     the best point, and so compiles one kernel for a point. ``rivals`` are the spaces of other
     designs that the backend has for the call: a search tries a point of each and goes on with the
     design whose point was fastest. Designs have different parameters, or one in their defaults by
-    whose value they are told apart; a point is judged by its own design's constraint.
+    whose value they are told apart; a point is judged by its own design's constraint. ``relative``
+    names parameters whose numbers grow with the call: a good one is so many times the default's,
+    and :meth:`carried` takes it over in that proportion.
     """
 
     default: Params = field(default_factory=dict)
@@ -91,6 +94,7 @@ class Space:
     constraint: Callable[[Params], Reason | None] = lambda params: None
     blocks: tuple[tuple[str, ...], ...] = ()
     rivals: tuple[Space, ...] = ()
+    relative: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if any(rival.rivals for rival in self.rivals):
@@ -123,6 +127,23 @@ class Space:
             return self
         return min(self.designs, key=lambda design: len(design.unknown(params)))
 
+    def carried(self, params: Params, origin: Space) -> dict[str, Scalar]:
+        """A point of ``origin``, the same backend's space for another call, as it would be here.
+
+        Parameters of the design's ``relative`` keep their proportion to the default's, at the
+        nearest of the choices; the others stay as they are.
+        """
+        point = dict(params)
+        here = self.design_of(params)
+        there = origin.design_of(params)
+        for name in here.relative:
+            old, own, new = params.get(name), there.default.get(name), here.default.get(name)
+            if _is_size(old) and _is_size(own) and _is_size(new):
+                wanted = math.log(old * new / own)
+                among = filter(_is_size, (new, *here.choices.get(name, ())))
+                point[name] = min(among, key=lambda value: abs(math.log(value) - wanted))
+        return point
+
     def __iter__(self) -> Iterator[dict[str, Scalar]]:
         """Every legal point, the default first and those of rivals last."""
         default = dict(self.default)
@@ -134,6 +155,10 @@ class Space:
                 yield point
         for rival in self.rivals:
             yield from rival
+
+
+def _is_size(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 class Requirements:

@@ -4,7 +4,8 @@ The nearest case of a layer and token count is the one whose sizes differ least 
 sum of absolute logarithms (base 2) of the ratios of token counts, hidden and intermediate sizes,
 experts and top_k, plus :data:`OTHER` doublings for each thing that is not a size and differs
 (scheme, activation type, hardware, routing). Points of a layout that this layer's backend would not
-read here are left out. A starting point is only tried first; it never stands for a measurement.
+read here are left out, and parameters that grow with the call keep their proportion to it
+(:meth:`Space.carried`). A starting point is only tried first; it never stands for a measurement.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from autosel import records
 from autosel.core import Device, Problem, Scalar
 from autosel.errors import AutoselError
-from autosel.interfaces import Backend
+from autosel.interfaces import Backend, Space
 from autosel.rows import JOINS, NAMES
 from autosel.store import Store
 from autosel.tables import Row
@@ -57,10 +58,13 @@ def starting_points(
     found.sort(key=lambda case: distance(case, problem, device, num_tokens, routing))
     points: dict[str, Point] = {}
     used = 0
+    here = backend.space(problem, num_tokens, device)
     for case in found:
         fit = [point for _, point, layout in case.points if _reads(backend, problem, point, layout)]
+        where = (case.problem, case.num_tokens, case.device)
         for point in fit[:POINTS]:
-            points.setdefault(records.to_json(point), point)
+            moved = _carried(backend, here, point, *where)
+            points.setdefault(records.to_json(moved), moved)
         used += bool(fit)
         if used == CASES:
             break
@@ -78,8 +82,21 @@ def known_good(
     """What won for this layer elsewhere (packs and site results), then the nearest stored cases."""
     with open_tiers(store) as tiers:
         answers = tiers.answers(problem, device, routing=routing)
-    won = answers.seeds(backend.name, num_tokens)
+    here = backend.space(problem, num_tokens, device)
+    won = [
+        _carried(backend, here, params, problem, measured, device)
+        for params, measured in answers.seeds(backend.name, num_tokens)
+    ]
     return [*won, *starting_points(store, backend, problem, device, num_tokens, routing)]
+
+
+def _carried(
+    backend: Backend, here: Space, point: Point, problem: Problem, num_tokens: int, device: Device
+) -> Point:
+    """A point that was good for ``problem`` at ``num_tokens``, as it would be ``here``."""
+    if not any(design.relative for design in here.designs):  # then the other space needs no making
+        return point
+    return here.carried(point, backend.space(problem, num_tokens, device))
 
 
 def distance(case: Case, problem: Problem, device: Device, num_tokens: int, routing: str) -> float:

@@ -144,14 +144,15 @@ class Answers:
         """The whole table: each tier's decisions where no tier before it has one."""
         return newest_cover(d for answer in self.usable for d in answer.decisions)
 
-    def seeds(self, backend: str, num_tokens: int) -> list[dict[str, Any]]:
-        """Parameters to start a search of ``backend`` from: what won elsewhere, each once."""
-        seen: dict[Candidate, None] = {}
+    def seeds(self, backend: str, num_tokens: int) -> list[tuple[dict[str, Any], int]]:
+        """Parameters to start a search of ``backend`` from: what won elsewhere, each once, with
+        the token count at which it did."""
+        seen: dict[Candidate, int] = {}
         for found in _at((*self.usable, *self.unproven, *self.foreign), num_tokens):
             for candidate in (found.decision.winner, found.decision.runner_up):
                 if candidate is not None and candidate.backend == backend:
-                    seen[candidate] = None
-        return [candidate.params_dict for candidate in seen]
+                    seen.setdefault(candidate, found.decision.bucket.measured)
+        return [(candidate.params_dict, measured) for candidate, measured in seen.items()]
 
 
 class Tiers:

@@ -71,6 +71,14 @@ class Outcome:
     best_us: float = math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The fastest settings that a search found, and the space that they are of."""
+
+    space: Space
+    points: tuple[Params, ...] = ()
+
+
 class Searcher:
     """Searches the spaces of one layer's backends, token count by token count."""
 
@@ -86,7 +94,7 @@ class Searcher:
         self.problem, self.device, self.settings = problem, device, settings
         self.store, self.observer, self.attempts = store, observer, attempts
         self.starting = read_tuned(settings.start_from) if settings.start_from else None
-        self.best: dict[str, list[Params]] = {}  # of each backend, at the token count before
+        self.best: dict[str, Best] = {}  # of each backend, at the token count before
         self.nearby: dict[tuple[str, int], list[Params]] = {}  # good ones that are stored
         self.quick = replace(settings.timing, rounds=1, samples_per_round=3)
 
@@ -97,7 +105,7 @@ class Searcher:
             every = list(islice(space, trials + 1))
             if len(every) <= trials:
                 return [*every]
-        seeds = self._seeds(backend, num_tokens)
+        seeds = self._seeds(backend, space, num_tokens)
         return [*first_points(space, trials, self.settings.seed, seeds)]
 
     def run(
@@ -108,9 +116,8 @@ class Searcher:
         ``own`` is the row of the backend's own setting, which was verified before.
         """
         self.observer.step("search", num_tokens, Candidate.of(backend.name))
-        search = Search(
-            space, self.settings.trials, self.settings.seed, self._seeds(backend, num_tokens)
-        )
+        seeds = self._seeds(backend, space, num_tokens)
+        search = Search(space, self.settings.trials, self.settings.seed, seeds)
         tried, cut = self._explore(backend, search, num_tokens)
         trials: float = self.settings.trials if cut is None else cut
         if cut is None and search.ask() is None and len(search.found.tried) < trials:
@@ -124,7 +131,8 @@ class Searcher:
         right = [row for us, row in ranked if us < math.inf]
         best = self._verified(backend, right, own, num_tokens)
         good = [row for row in best if row.status == "ok"]
-        self.best[backend.name] = [row.candidate.params_dict for row in good[:2]]
+        points = [row.candidate.params_dict for row in good[:2]]
+        self.best[backend.name] = Best(space, tuple(points))
         rows = list({row.candidate: row for row in (*kept, *best)}.values())
         best_us = min((tried[row.candidate][0] for row in good), default=math.inf)
         return Outcome(rows, searched, cut, best_us)
@@ -132,6 +140,11 @@ class Searcher:
     def started(self, backend: Backend, num_tokens: int) -> str:
         """Digest of the settings that the caller has a search of this backend start from."""
         return digest(self._told(backend, num_tokens))
+
+    def leader(self, backend: Backend) -> Params | None:
+        """The fastest setting of the backend's last search, if it found any."""
+        best = self.best.get(backend.name)
+        return best.points[0] if best and best.points else None
 
     def _explore(
         self, backend: Backend, search: Search, num_tokens: int
@@ -188,17 +201,19 @@ class Searcher:
             found.append(replace(judged, first_call_ms=first))
         return found
 
-    def _seeds(self, backend: Backend, num_tokens: int) -> list[Params]:
+    def _seeds(self, backend: Backend, space: Space, num_tokens: int) -> list[Params]:
         """What was best at the token count before, then settings that were good elsewhere: in an
         engine's tuned file, or nearby in the store."""
-        found = [*self.best.get(backend.name, []), *self._told(backend, num_tokens)]
+        before = self.best.get(backend.name, Best(space))
+        found: list[Params] = [space.carried(point, before.space) for point in before.points]
+        found += self._told(backend, num_tokens)
         if self.store:
             wanted = backend.name, num_tokens
             if wanted not in self.nearby:
                 where = (self.problem, self.device, num_tokens, self.settings.routing)
                 self.nearby[wanted] = [*neighbours.known_good(self.store, backend, *where)]
             # Each is a setting more to compile at every token count.
-            found += self.nearby[wanted][: NEARBY - len(self.best.get(backend.name, []))]
+            found += self.nearby[wanted][: NEARBY - len(before.points)]
         return found
 
     def _told(self, backend: Backend, num_tokens: int) -> list[Params]:

@@ -105,7 +105,7 @@ class Trials:
                 self._compile_others(turn, num_tokens, stored)
             own = next((r for r in rows[turn.backend.name] if r.candidate == turn.own), None)
             rows[turn.backend.name] += self._other_rows(turn, own, num_tokens, stored)
-            leader = next(iter(self.searcher.best.get(turn.backend.name, [])), None)
+            leader = self.searcher.leader(turn.backend)
             if turn is order[0] and leader is not None and not self.deadline.is_set:
                 self.bench.compile_proof(self.bench.candidate(turn.backend, leader), num_tokens)
         for name in self.unsearched:

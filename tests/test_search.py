@@ -441,6 +441,43 @@ def test_small_designs_are_all_tried() -> None:
     assert [design.rivals for design in space.designs] == [(), ()]
 
 
+def grown(size: int, kind: str = "one", own: float = 1.0) -> Space:
+    """Rows that grow with the call, and a block that does not."""
+    rows = tuple(round(size * own * factor) for factor in (1, 0.25, 0.5, 2, 4))
+    values = {"rows": rows, "block": (1, 2, 4)}
+    return Space({"kind": kind, "rows": rows[0], "block": 1}, values, relative=("rows",))
+
+
+@pytest.mark.parametrize(
+    ("there", "rows", "here", "expected"),
+    [
+        (64, 64, 512, 512),
+        (64, 128, 512, 1024),
+        (512, 128, 64, 16),
+        (64, 64, 64, 64),
+        (64, 48, 512, 512),  # between two: the nearer one by ratio, 384 of 256 and 512
+        (64, 9999, 512, 2048),  # none of this version's choices
+        (64, 0, 512, 0),  # no size, so nothing to go by
+        (64, "all", 512, "all"),
+        (64, True, 512, True),
+    ],
+)
+def test_what_grows_with_the_call_is_carried_in_proportion(there, rows, here, expected) -> None:
+    point = {"kind": "one", "rows": rows, "block": 4}
+    moved = grown(here).carried(point, grown(there))
+    assert moved == {"kind": "one", "rows": expected, "block": 4}
+    assert point["rows"] is rows
+    assert replace(grown(here), relative=()).carried(point, grown(there)) == point
+
+
+def test_each_design_carries_by_its_own_default() -> None:
+    here, there = (replace(grown(size), rivals=(grown(size, "two", 8.0),)) for size in (64, 512))
+    assert here.carried({"kind": "one", "rows": 1024}, there) == {"kind": "one", "rows": 128}
+    assert here.carried({"kind": "two", "rows": 1024}, there) == {"kind": "two", "rows": 128}
+    assert here.carried({"kind": "two", "rows": 8192}, there) == {"kind": "two", "rows": 1024}
+    assert here.carried({"kind": "two"}, there) == {"kind": "two"}
+
+
 def test_where_no_design_works_the_first_is_searched() -> None:
     found = walk(RIVALS, 12, lambda point: None)
     assert [t.params["path"] for t in found.tried] == ["short", "long"] + ["short"] * 10

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from autosel import tune_search
-from autosel.core import Candidate, Measurement, Params, Routing, Scalar
+from autosel.core import Candidate, Device, Measurement, Params, Problem, Routing, Scalar
 from autosel.engine_export import StartingPoints
 from autosel.evidence import gather
 from autosel.explanation import explain
@@ -521,3 +523,44 @@ def test_a_sweep_chooses_among_designs_and_a_wider_one_tries_what_is_left() -> N
     assert {n for path, n in tried[0] if path == "scan"} == set(range(6))
     assert len(tried[0]) == 9
     assert len(tried[0] | tried[1]) == 12
+
+
+class Growing(FakeBackend):
+    """Two designs with rows in proportion to the tokens; twice the default's are best."""
+
+    def space(self, problem: Problem, num_tokens: int, device: Device) -> Space:
+        rows = tuple(num_tokens * factor for factor in (16, 1, 2, 4, 8, 32, 64, 128))
+        one, two = (
+            Space({"kind": kind, "rows": rows[0]}, {"rows": rows}, relative=("rows",))
+            for kind in ("one", "two")
+        )
+        return replace(one, rivals=(two,))
+
+
+def test_a_search_carries_rows_over_in_proportion(tmp_path: Path) -> None:
+    """Between token counts, from a database, and from a pack; each design has its own."""
+    seen: dict[int, list[tuple[Any, Any]]] = {}
+
+    def us(routing: Routing, params: Params) -> float:
+        tokens = len(routing.topk_ids)
+        found = seen.setdefault(tokens, [])
+        point = params["kind"], int(params["rows"] or 0) / tokens / 16
+        if point not in found:
+            found.append(point)
+        return 100.0 + 10 * abs(math.log2(point[1]) - 1) + 5 * (point[0] == "one")
+
+    def swept(tokens: tuple[int, ...], trials: int, **more: Any) -> None:
+        seen.clear()
+        run(clock, token_counts=tokens, trials=trials, backends=("growing",), **more)
+
+    clock = Clock()
+    fake = Growing(clock, us)
+    best, path = ("two", 2.0), tmp_path / "a.db"
+    with registered(growing=fake):
+        swept((4, 64), 13)
+        assert best in seen[4]
+        assert seen[64][:2] == [("one", 1.0), best]
+        with Store.open(path) as store:
+            swept((4,), 13, store=store)
+            swept((256,), 3, store=store)
+            assert seen[256][:2] == [("one", 1.0), best]

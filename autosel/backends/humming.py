@@ -108,7 +108,7 @@ class Humming(Backend):
         # Each kind's own setting is tried: on Mixtral, where the grouped one is better from a few
         # dozen tokens on, short searches that began with the indexed one never came to it.
         first, *others = (
-            Space(default={"kind": kind, "rows": share}, choices={"rows": rows})
+            Space({"kind": kind, "rows": share}, {"rows": rows}, relative=("rows",))
             for kind in self.kinds
         )
         return replace(first, rivals=tuple(others))

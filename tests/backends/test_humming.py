@@ -275,6 +275,17 @@ def test_space() -> None:
         check(CASES["plain"], kind="masked")
 
 
+def test_rows_of_another_call_are_taken_over_in_proportion() -> None:
+    """Those of 64 tokens say what configuration 64 tokens get: nothing to start 4,096 from."""
+    wide = replace(CASES["plain"], top_k=1)
+    for problem in (CASES["plain"], wide):
+        there = BACKEND.space(problem, 64, H200)
+        here = BACKEND.space(CASES["plain"], 4096, H200)
+        for kind in KINDS:
+            twice = {"kind": kind, "rows": 2 * int(str(there.default["rows"]))}
+            assert here.carried(twice, there) == {"kind": kind, "rows": 4 * 4096}
+
+
 def test_a_failure_renews_the_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(config: Any, locks: torch.Tensor, **kwargs: Any) -> None:
         locks.fill_(3)

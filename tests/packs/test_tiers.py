@@ -9,9 +9,11 @@ from dataclasses import replace
 
 import pytest
 
+from autosel import neighbours
 from autosel.core import Candidate, TokenBucket
 from autosel.decide import decide
 from autosel.explanation import explain
+from autosel.interfaces import Space
 from autosel.packs import canary_results, content, library, signing
 from autosel.packs.canary_results import CanaryResult
 from autosel.packs.grade import bystanders
@@ -334,8 +336,28 @@ def test_installed_packs_newest_first(tmp_path):
 def test_seeds_for_a_search_come_from_foreign_packs_too(tmp_path):
     put(tmp_path, "model", pack())
     answers, _ = ask(tmp_path, STRANGE)
-    assert answers.seeds("quick", 4) == [{}]
+    assert answers.seeds("quick", 4) == [({}, 4)]
     assert answers.seeds("marlin", 4) == []
+    assert answers.seeds("quick", 16) == [({}, 4)]  # a bucket's settings are those of its count
+
+
+class Growing(FakeBackend):
+    """Its rows are four for a token, unless a setting says otherwise."""
+
+    def space(self, problem, num_tokens, device):
+        rows = tuple(num_tokens * factor for factor in (4, 1, 2, 8, 16))
+        return Space({"rows": rows[0]}, {"rows": rows}, relative=("rows",))
+
+
+def test_seeds_from_packs_grow_with_the_call(tmp_path):
+    winner = Candidate.of("growing", {"rows": 32}, "plain")  # twice its own at 4 tokens
+    put(tmp_path, "user", pack(entry(winner=winner)))
+    fake = Growing(Clock())
+    with registered(growing=fake), Store.open(tmp_path / "user" / "autosel.db") as store:
+        found = [
+            neighbours.known_good(store, fake, PROBLEM, MACHINE, tokens) for tokens in (4, 12, 64)
+        ]
+    assert found == [[{"rows": 32}], [{"rows": 96}], [{"rows": 64}]]  # 32 tokens have their own
 
 
 def explained(tmp_path, device=MACHINE, tokens=4, problem=PROBLEM):
