@@ -79,7 +79,8 @@ def known_good(
     num_tokens: int,
     routing: str = "uniform",
 ) -> list[Point]:
-    """What won for this layer elsewhere (packs and site results), then the nearest stored cases."""
+    """What won for this layer elsewhere (packs and site results), then the nearest stored cases;
+    each point once, since a search takes only the first few."""
     with open_tiers(store) as tiers:
         answers = tiers.answers(problem, device, routing=routing)
     here = backend.space(problem, num_tokens, device)
@@ -87,7 +88,8 @@ def known_good(
         _carried(backend, here, params, problem, measured, device)
         for params, measured in answers.seeds(backend.name, num_tokens)
     ]
-    return [*won, *starting_points(store, backend, problem, device, num_tokens, routing)]
+    near = starting_points(store, backend, problem, device, num_tokens, routing)
+    return list({records.to_json(point): point for point in (*won, *near)}.values())
 
 
 def _carried(

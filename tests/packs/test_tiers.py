@@ -357,7 +357,12 @@ def test_seeds_from_packs_grow_with_the_call(tmp_path):
         found = [
             neighbours.known_good(store, fake, PROBLEM, MACHINE, tokens) for tokens in (4, 12, 64)
         ]
-    assert found == [[{"rows": 32}], [{"rows": 96}], [{"rows": 64}]]  # 32 tokens have their own
+        assert found == [[{"rows": 32}], [{"rows": 96}], [{"rows": 64}]]  # 32 tokens have their own
+        store.add_measurements(
+            [row(winner), row(Candidate.of("growing", {"rows": 16}, "plain"), 11)]
+        )
+        again = neighbours.known_good(store, fake, PROBLEM, MACHINE, 8)
+    assert again == [{"rows": 64}, {"rows": 32}]  # each once, the pack's first
 
 
 def explained(tmp_path, device=MACHINE, tokens=4, problem=PROBLEM):
