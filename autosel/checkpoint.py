@@ -12,7 +12,7 @@ import torch
 
 from autosel.accounting import TensorUse, account
 from autosel.canonical import check_experts, dequantize_expert
-from autosel.core import CanonicalExperts, QuantWeight
+from autosel.core import CanonicalExperts, Problem, QuantWeight
 from autosel.errors import CheckpointError, field_error
 from autosel.expert_names import (
     CORRECTION_BIASES,
@@ -24,9 +24,10 @@ from autosel.expert_names import (
 )
 from autosel.formats import find_format
 from autosel.layer_planner import LayerPlanner
+from autosel.layer_scheme import exact_problem
 from autosel.model_config import ModelConfig
 from autosel.moe_layer import LayerPlan, MoELayer, origin_of, read_tensor
-from autosel.rank_problem import expert_range, tp_share
+from autosel.rank_problem import expert_range, named_experts, tp_share
 from autosel.sharding import (
     slice_outputs,
     spell_out_order,
@@ -52,6 +53,7 @@ class Checkpoint:
         self._config = config
         self._index = index
         self._plans = {plan.layer.index: plan for plan in plans}
+        self._exact: dict[int, Problem] = {}
 
     @staticmethod
     def open(path: str | Path) -> Checkpoint:
@@ -70,10 +72,11 @@ class Checkpoint:
         if names:
             # What every layer needs is asked once, so that a bad value stops here, by its line.
             _ = (config.num_experts, config.top_k, config.hidden_size, config.act_dtype("bfloat16"))
-        planner = LayerPlanner(config, index, fmt, rules)
         with index.reader() as reader:
             plans = [
-                planner.plan(found, position, reader)
+                LayerPlanner(config.of(found.module), index, fmt, rules).plan(
+                    found, position, reader
+                )
                 for position, found in _numbered(names, config.num_layers)
             ]
         return Checkpoint(config, index, plans)
@@ -96,6 +99,22 @@ class Checkpoint:
         """The MoE layer with that number; raises CheckpointError, naming the numbers there are."""
         return self._plan(index).layer
 
+    def exact_problem(self, layer: int) -> Problem:
+        """The layer as its weights have it, by which it is tuned and looked up.
+
+        ``MoELayer.problem`` knows the small tensors of expert 0 alone; here those of all experts
+        are read, once: zero points, group indexes and biases. Raises CheckpointError for a layer
+        that is not quantised or refused.
+        """
+        plan = self._plan(layer)
+        problem = plan.layer.problem
+        if problem is None:
+            raise CheckpointError(f"layer {layer}: {plan.layer.status}: {plan.layer.reason}")
+        if layer not in self._exact:
+            with self._index.reader() as reader:
+                self._exact[layer] = exact_problem(plan, problem, self._index, reader)
+        return self._exact[layer]
+
     def accounting(self) -> tuple[TensorUse, ...]:
         """Every tensor in and around the experts as used or not used, and why."""
         return tuple(account(self._plans.values(), self._index))
@@ -114,17 +133,17 @@ class Checkpoint:
         """One layer's experts on the CPU, or a rank's part of them.
 
         ``held`` names the experts to read, in the order in which they are to lie, in place of the
-        equal run that ``ep_rank`` of ``ep_size`` has.
+        equal run that ``ep_rank`` of ``ep_size`` has; each at most once.
         Reads one expert at a time into memory that is allocated once: at the peak less than three
         times the layer's packed bytes. ``act_dtype`` replaces the model's. Raises CheckpointError
         naming file, tensor and expert; nothing is guessed or left uninitialised. Findings that
         do not stop the reading are given as one CheckpointWarning.
         """
         plan = self._plan(layer)
-        problem = plan.layer.problem
-        if problem is None:
-            raise CheckpointError(f"layer {layer}: {plan.layer.status}: {plan.layer.reason}")
-        local = expert_range(problem.num_experts, ep_rank, ep_size) if held is None else held
+        problem = self.exact_problem(layer)
+        local: Sequence[int] = expert_range(problem.num_experts, ep_rank, ep_size)
+        if held is not None:
+            local = named_experts(problem.num_experts, held)
         rows = tp_share(problem.intermediate_size, tp_rank, tp_size)
         w13 = Stack(len(local), problem.num_shards * rows)
         w2 = Stack(len(local), problem.hidden_size)
@@ -224,7 +243,9 @@ class Checkpoint:
                         if own
                         else f"{plan.layer.name}.{expert}.{STANDARD[projection]}"
                     )
-                    yield f"{module}.weight", dequantize_expert(weight, 0, weight.scales.dtype)
+                    values = dequantize_expert(weight, 0, weight.scales.dtype)
+                    _require_finite(values, f"{module}.weight")
+                    yield f"{module}.weight", values
 
     def _expert(
         self, plan: LayerPlan, reader: TensorReader, expert: int, notes: list[str]
@@ -251,6 +272,16 @@ class Checkpoint:
                 first = 0 if projection == "gate" else half
                 parts[projection] = slice_outputs(parts[stored], first, half)
         return {projection: parts[projection] for projection in plan.projections}
+
+
+def _require_finite(values: torch.Tensor, name: str) -> None:
+    """A scale may take codes beyond what its own type holds."""
+    bad = values.numel() - int(torch.isfinite(values).sum())
+    if bad:
+        dtype = str(values.dtype).removeprefix("torch.")
+        raise CheckpointError(
+            field_error(name, "dequantised values", f"{bad} beyond {dtype}", "finite ones")
+        )
 
 
 def _require_one_order(parts: dict[str, QuantWeight], where: str) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from autosel.config_activation import read_activation
 from autosel.core import ACT_DTYPES, Activation
 from autosel.errors import ConfigError, field_error
 from autosel.json_file import JsonFile, Section
@@ -34,25 +36,6 @@ SHARED_COUNTS = (
     "num_shared_expert",
     "moe_num_shared_experts",
 )
-#: The more particular name wins: Nemotron-H has a second activation for its Mamba blocks.
-ACTIVATIONS = ("mlp_hidden_act", "hidden_activation", "hidden_act", "activation_function")
-
-#: Names of config files. No config asks for a plain silu or gelu without a gate.
-_ACTIVATION_NAMES = {
-    "silu": "silu",
-    "swish": "silu",
-    "swiglu": "silu",
-    "gelu": "gelu",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_tanh": "gelu_tanh",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu2": "relu2_no_mul",
-    "relu_squared": "relu2_no_mul",
-    "swigluoai": "swigluoai",
-    "swiglustep": "swiglustep",
-    "situ": "situ",
-}
 
 
 @dataclass(frozen=True)
@@ -63,6 +46,7 @@ class ModelConfig:
     quant: Section | None
     family: Family | None
     model_type: str | None
+    root: Section
 
     @staticmethod
     def read(folder: Path) -> ModelConfig:
@@ -78,10 +62,10 @@ class ModelConfig:
             part: Section | None = root
             for key in keys:
                 part = part.section(key) if part is not None else None
-            if part is not None:
-                sections.append(part)
-                if text is root and any(name in part for name in EXPERT_COUNTS):
-                    text = part
+                if part is not None:  # a quantisation block may stand at any level
+                    sections.append(part)
+            if part is not None and text is root and any(name in part for name in EXPERT_COUNTS):
+                text = part
         if text is not root:
             for name in (*EXPERT_COUNTS, *TOP_KS, "hidden_size"):
                 if name in root and name in text and root.data[name] != text.data[name]:
@@ -94,12 +78,29 @@ class ModelConfig:
                         )
                     )
         quant = find_quant_config(folder, sections)
+        return ModelConfig._of(root, text, quant)
+
+    @staticmethod
+    def _of(root: Section, text: Section, quant: Section | None) -> ModelConfig:
         if text is not root:
             # The outer level supplies what the text part leaves to it, such as the dtype.
             inherited = {n: v for n, v in root.data.items() if n in ("dtype", "torch_dtype")}
             text = Section(text.file, text.keys, {**inherited, **text.data})
         model_type = text.string("model_type") or root.string("model_type")
-        return ModelConfig(text, quant, find_family(model_type), model_type)
+        return ModelConfig(text, quant, find_family(model_type), model_type, root)
+
+    def of(self, module: str) -> ModelConfig:
+        """The facts for a module of a part with experts of its own, such as ``talker.model.layers``
+        by ``talker_config``; these facts where there is no such part."""
+        for word in module.split("."):
+            name = f"{word}_config"
+            if not isinstance(self.root.data.get(name), Mapping):
+                continue
+            part = self.root.section(name)
+            for section in (part, part.section("text_config") if part is not None else None):
+                if section is not None and any(count in section for count in EXPERT_COUNTS):
+                    return ModelConfig._of(self.root, section, self.quant)
+        return self
 
     @property
     def num_layers(self) -> int:
@@ -155,61 +156,7 @@ class ModelConfig:
 
     def activation(self) -> Activation:
         """The function between the two GEMMs; it also tells whether there must be gates."""
-        name = next((n for n in ACTIVATIONS if n in self.text), None)
-        if self.family is not None and self.family.activation == "swigluoai":
-            value = "swigluoai"  # gpt-oss says silu and means its own clamped form
-        elif name is not None:
-            value = str(self.text.string(name)).lower()
-        elif self.family is not None:
-            value = self.family.activation
-        else:
-            raise ConfigError(
-                field_error(self.text.where(ACTIVATIONS[0]), "value", "nothing", "an activation")
-            )
-        found = _ACTIVATION_NAMES.get(value)
-        if found is None:
-            raise ConfigError(
-                field_error(
-                    self.text.where(name or ACTIVATIONS[0]),
-                    "activation",
-                    repr(value),
-                    f"one of {', '.join(_ACTIVATION_NAMES)}",
-                )
-            )
-        return self._with_constants(found)
-
-    def _with_constants(self, name: str) -> Activation:
-        """Clamp limit, alpha and beta: those of the quantisation config before the model's own."""
-
-        def constant(in_quant: str, in_model: str) -> float | None:
-            if self.quant is not None and in_quant in self.quant:
-                return self.quant.number(in_quant)
-            return self.text.number(in_model)
-
-        limit = constant("gemm1_clamp_limit", "swiglu_limit")
-        alpha = constant("gemm1_alpha", "swiglu_alpha")
-        beta = constant("gemm1_beta", "swiglu_beta")
-        if name == "swigluoai" and (limit, alpha, beta) != (None, None, None):
-            same = (limit in (None, 7.0), alpha in (None, 1.702), beta in (None, 1.0))
-            if not all(same):
-                return Activation(
-                    "swigluoai_uninterleave",
-                    limit=7.0 if limit is None else limit,
-                    alpha=1.702 if alpha is None else alpha,
-                    beta=1.0 if beta is None else beta,
-                )
-            return Activation(name)
-        if name == "silu" and alpha is not None and limit is not None:
-            return Activation("swigluoai_uninterleave", limit=limit, alpha=alpha, beta=beta)
-        if name == "silu":
-            return Activation(name, limit=limit)
-        if name == "situ":
-            return Activation(
-                name,
-                beta=self.text.number("situ_beta"),
-                linear_beta=self.text.number("situ_linear_beta"),
-            )
-        return Activation(name)
+        return read_activation(self.text, self.quant, self.family)
 
     def router(self, has_correction_bias: bool) -> RouterSpec | None:
         """The routing rule; None for a model type whose rule is not known."""

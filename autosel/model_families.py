@@ -67,7 +67,6 @@ FAMILIES = (
             "glm4v_moe",
             "glm4v_moe_text",
             "glm_moe_dsa",
-            "dots1",
             "exaone_moe",
             "solar_open",
         ),
@@ -76,6 +75,7 @@ FAMILIES = (
         grouped=True,
         group_score="top2_sum",
     ),
+    Family(("dots1",), scoring="sigmoid", grouped=True, group_score="top2_sum"),
     Family(
         ("nemotron_h",),
         scoring="sigmoid",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autosel.core import Problem, QuantScheme
@@ -42,6 +44,21 @@ def expert_range(num_experts: int, rank: int, size: int) -> range:
     base, more = divmod(num_experts, size)
     start = rank * base + min(rank, more)
     return range(start, start + base + (rank < more))
+
+
+def named_experts(num_experts: int, ids: Sequence[int]) -> tuple[int, ...]:
+    """Global ids that a caller names, as they are; UnsupportedError unless each is an expert of
+    the layer, once."""
+    for place, expert in enumerate(ids):
+        if not 0 <= expert < num_experts:
+            expected = f"at least 0 and below {num_experts} (experts)"
+            raise UnsupportedError(field_error("held experts", f"entry {place}", expert, expected))
+    twice = [expert for expert, count in Counter(ids).items() if count > 1]
+    if twice:
+        raise UnsupportedError(field_error("held experts", f"expert {twice[0]}", "twice", "once"))
+    if not ids:
+        raise UnsupportedError(field_error("held experts", "list", "empty", "at least one"))
+    return tuple(ids)
 
 
 def tp_share(total: int, rank: int, size: int) -> int:

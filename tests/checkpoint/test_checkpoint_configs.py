@@ -48,6 +48,50 @@ def test_a_nested_config_gives_the_same_layer(tmp_path: Path, key: str) -> None:
     assert problem_of(made.write(tmp_path / "nested", nested=key)) == plain
 
 
+@pytest.mark.parametrize("level", [("thinker_config",), ("thinker_config", "text_config")])
+def test_quantisation_at_any_level_of_a_nested_config(tmp_path: Path, level: Any) -> None:
+    made = Made(prefix="thinker.model.")
+    folder = made.write(tmp_path / "nested")
+
+    def nest(config: dict[str, Any]) -> None:
+        text = dict(config)
+        quant = text.pop("quantization_config")
+        config.clear()
+        config |= {"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": text}}
+        at = config
+        for key in level:
+            at = at[key]
+        at["quantization_config"] = quant
+
+    rewrite(folder, nest)
+    assert problem_of(folder) == problem_of(Made().write(tmp_path / "plain"))
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_second_stack_is_read_by_its_own_part(tmp_path: Path, inner: bool) -> None:
+    """A talker's experts differ from the thinker's in more than sizes, which no tensor tells."""
+    made = Made(prefix="thinker.model.")
+    made.tensors |= Made(prefix="talker.model.", layers=1).tensors
+    folder = made.write(tmp_path)
+
+    def nest(config: dict[str, Any]) -> None:
+        thinker = dict(config)
+        quant = thinker.pop("quantization_config")
+        talker = {**thinker, "num_experts_per_tok": 1, "hidden_act": "gelu"}
+        config.clear()
+        config |= {"model_type": "qwen3_omni_moe", "quantization_config": quant}
+        config["thinker_config"] = {"text_config": thinker}
+        config["talker_config"] = {"text_config": talker} if inner else talker
+
+    rewrite(folder, nest)
+    found = {
+        layer.name.split(".")[0]: (layer.problem.top_k, layer.problem.activation.key)
+        for layer in Checkpoint.open(folder).layers
+        if layer.problem is not None
+    }
+    assert found == {"thinker": (2, "silu"), "talker": (1, "gelu")}
+
+
 def test_quantisation_at_the_top_and_model_below(tmp_path: Path) -> None:
     made = Made()
     folder = made.write(tmp_path / "nested", nested="text_config")
@@ -486,6 +530,7 @@ def test_a_size_given_once_a_layer(tmp_path: Path, spelling: str) -> None:
         ("lfm2_moe", "sigmoid", True, "max", 1),
         ("exaone_moe", "sigmoid", True, "top2_sum", 2),
         ("solar_open", "sigmoid", True, "top2_sum", 2),
+        ("dots1", "sigmoid", False, "top2_sum", 2),  # Dots1Config's norm_topk_prob
     ],
 )
 def test_routing_that_only_the_model_type_tells(

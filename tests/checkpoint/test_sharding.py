@@ -183,6 +183,27 @@ def test_what_cannot_be_cut_is_refused_with_both_numbers(tmp_path: Path) -> None
             opened.read_experts(0, ep_rank=rank, ep_size=size)
 
 
+def test_named_experts_are_read_in_their_order_or_refused(tmp_path: Path) -> None:
+    """-1 would be the last expert, and an expert held twice would count twice."""
+    plain = Checkpoint.open(make_checkpoint(tmp_path / "plain"))
+    made = Made()
+    made.stack(True)
+    stacked = Checkpoint.open(made.write(tmp_path / "stacked"))
+    for opened in (plain, stacked):
+        whole = opened.read_experts(0)
+        found = opened.read_experts(0, held=[3, 1])
+        for slot, expert in enumerate((3, 1)):
+            assert torch.equal(found.w2.scales[slot], whole.w2.scales[expert])
+        for held, words in (
+            ([-1], "entry 0: found -1, expected at least 0 and below 4"),
+            ([0, 4], "entry 1: found 4"),
+            ([2, 1, 2], "expert 2: found twice, expected once"),
+            ([], "list: found empty, expected at least one"),
+        ):
+            with pytest.raises(UnsupportedError, match=words):
+                opened.read_experts(0, held=held)
+
+
 @given(count=st.integers(1, 300), size=st.integers(1, 300))
 def test_expert_ranges_cover_all_once(count: int, size: int) -> None:
     if size > count:

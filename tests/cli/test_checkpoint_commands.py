@@ -107,6 +107,25 @@ def test_dequantize_leaves_nothing_and_keeps_the_old_file_when_it_fails(autosel,
     assert [p.name for p in place.iterdir()] == ["out.safetensors"]
 
 
+def test_dequantize_writes_no_infinities(autosel, copy, tmp_path):
+    """60,000 is a float16, 60,000 times 7 is none."""
+    folder = copy()
+    (name,) = folder.glob("*.safetensors")
+    tensors = load_file(name)
+    large = next(n for n in sorted(tensors) if n.endswith("w2.weight_scale"))
+    tensors[large] = torch.full_like(tensors[large].half(), 60_000.0)
+    for other in tensors:
+        if other.endswith("weight_scale"):
+            tensors[other] = tensors[other].half()
+    save_file(tensors, name)
+    ran = autosel("dequantize", folder, "--layer", 0, "-o", tmp_path / "out.safetensors")
+    assert ran.status == 1
+    module = large.removesuffix("_scale")
+    assert f"{module}: dequantised values: found" in ran.error
+    assert "beyond float16" in ran.error
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     ("layer", "output", "words"),
     [
