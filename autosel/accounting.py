@@ -35,6 +35,10 @@ def account(plans: Iterable[LayerPlan], index: TensorIndex) -> Iterator[TensorUs
             yield TensorUse(
                 name, info.file, info.dtype, info.shape, None, False, "unknown: no known layer"
             )
+    for info in index.unnamed:
+        if "expert" in info.name:
+            why = "not named in the index: not read"
+            yield TensorUse(info.name, info.file, info.dtype, info.shape, None, False, why)
 
 
 def _layer_rows(plan: LayerPlan) -> Iterator[tuple[str, bool, str]]:

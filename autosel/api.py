@@ -10,16 +10,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autosel import presets
+from autosel.api_arguments import Where, device_of, token_count, token_counts
 from autosel.checkpoint import Checkpoint
-from autosel.core import Device, Plan, Problem, Workload
-from autosel.device import detect
-from autosel.errors import CheckpointError, ConfigError, field_error
+from autosel.core import Plan, Problem, Workload
+from autosel.errors import AutoselError, CheckpointError, ConfigError, field_error
 from autosel.explanation import Explanation
 from autosel.explanation import explain as _explain
 from autosel.ranks import Ranks
@@ -54,6 +54,9 @@ def source(target: Target, *, layer: int | None = None, **options: Any) -> Weigh
     Raises AutoselError when ``target`` is neither, or has no such layer.
     """
     if not isinstance(target, str | Path):
+        if not hasattr(target, "problem") or not hasattr(target, "load"):
+            wanted = "a checkpoint folder, the name of a preset or a WeightSource"
+            raise AutoselError(field_error("source", "target", ascii(target)[:80], wanted))
         return target
     if Path(target).is_dir():
         chosen = _first_layer(target) if layer is None else layer
@@ -72,13 +75,13 @@ def source(target: Target, *, layer: int | None = None, **options: Any) -> Weigh
 def sweep(
     target: Target,
     *,
-    tokens: Sequence[int] = (),
+    tokens: int | Iterable[int] = (),
     routing: str = "uniform",
     backends: Sequence[str] = (),
     allow_a8: bool = False,
     require: Sequence[str] = (),
     layer: int | None = None,
-    device: Device | None = None,
+    device: Where = None,
     db: Database = None,
     observer: Observer | None = None,
     settings: SweepSettings | None = None,
@@ -87,7 +90,7 @@ def sweep(
 ) -> SweepResult:
     """Pack, verify and time every backend that can run the layer here; store it all and decide.
 
-    tokens    token counts to measure; the device kind's default when left out
+    tokens    token counts to measure, or one; the device kind's default when left out
     require   properties that winners must be certified for (:data:`autosel.core.PROPERTIES`)
     db        database file or open Store (default: the user's; see :meth:`Store.open`)
     settings  everything else there is to choose; the arguments above override it
@@ -99,8 +102,8 @@ def sweep(
     """
     chosen = settings or SweepSettings()
     given: dict[str, Any] = {}
-    if tokens:
-        given["token_counts"] = tuple(tokens)
+    if counts := token_counts(tokens):
+        given["token_counts"] = counts
     if backends:
         given["backends"] = tuple(backends)
     if routing != "uniform":
@@ -111,14 +114,15 @@ def sweep(
         given["require"] = tuple(require)
     chosen = replace(chosen, **given)
     weights = source(target, layer=layer, **options)
+    where = None if device is None else device_of(device)
     if ranks is not None:
         # Only the leader's database counts; another rank's may be anything.
         with opened_database(db if ranks.is_leader else ":memory:") as store:
             return sweep_together(
-                weights, chosen, ranks=ranks, device=device, store=store, observer=observer
+                weights, chosen, ranks=ranks, device=where, store=store, observer=observer
             )
     with opened_database(db) as store:
-        return _sweep(weights, chosen, device=device, store=store, observer=observer)
+        return _sweep(weights, chosen, device=where, store=store, observer=observer)
 
 
 def explain(
@@ -128,7 +132,7 @@ def explain(
     routing: str = "uniform",
     require: Sequence[str] = (),
     layer: int | None = None,
-    device: Device | None = None,
+    device: Where = None,
     db: Database = None,
     **options: Any,
 ) -> Explanation:
@@ -137,11 +141,12 @@ def explain(
     Asks the database, then packs (:mod:`autosel.tiers`): installed ones, the one beside the model,
     those that ship with autosel.
     """
+    count = token_count(tokens)
     weights = source(target, layer=layer, **options)
     model = weights.path if isinstance(weights, CheckpointSource) else None
     with open_tiers(db, model) as tiers:
         return _explain(
-            tiers, weights.problem, device or detect(), tokens, routing=routing, require=require
+            tiers, weights.problem, device_of(device), count, routing=routing, require=require
         )
 
 
@@ -157,7 +162,7 @@ def plan(
     require: Sequence[str] = (),
     layers: int | None = None,
     layer: int | None = None,
-    device: Device | None = None,
+    device: Where = None,
     db: Database = None,
     keep: bool = True,
     **options: Any,
@@ -190,7 +195,7 @@ def plan(
         made = planning.plan_layer(
             store,
             weights.problem,
-            device or detect(),
+            device_of(device),
             policy,
             routing=routing,
             layers=layers or _alike(target, weights.problem),
@@ -207,7 +212,7 @@ def pack(
     samples: bool = False,
     allow_a8: bool = False,
     sign: str | Path | None = None,
-    device: Device | None = None,
+    device: Where = None,
     db: Database = None,
     **options: Any,
 ) -> Path:
@@ -232,7 +237,7 @@ def pack(
         made = build(
             store,
             about,
-            device=device or detect(),
+            device=device_of(device),
             allow_a8=allow_a8,
             with_samples=samples,
             command=f"autosel.pack({about.name!r})",
@@ -248,7 +253,7 @@ def plot(
     kind: str = "latency",
     routing: str = "uniform",
     layer: int | None = None,
-    device: Device | None = None,
+    device: Where = None,
     db: Database = None,
     baseline: str | None = None,
     tokens: int | None = None,
@@ -267,7 +272,9 @@ def plot(
 
     target_path = plot_style.check_path(path)
     one = _measured(source(target, layer=layer, **options), device, routing, db)
-    chosen = plots.Options(baseline=baseline, num_tokens=tokens)
+    chosen = plots.Options(
+        baseline=baseline, num_tokens=None if tokens is None else token_count(tokens)
+    )
     return figures.write(kind, [one], target_path, chosen)
 
 
@@ -278,7 +285,7 @@ def report(
     tokens: int = 16,
     routing: str = "uniform",
     layer: int | None = None,
-    device: Device | None = None,
+    device: Where = None,
     db: Database = None,
     **options: Any,
 ) -> Path:
@@ -288,18 +295,19 @@ def report(
     """
     from autosel import report_page
 
+    count = token_count(tokens)
     one = _measured(source(target, layer=layer, **options), device, routing, db)
     place = str(db) if isinstance(db, str | Path) else ""
-    return report_page.write_report([one], path, batch=tokens, place=place)
+    return report_page.write_report([one], path, batch=count, place=place)
 
 
-def _measured(weights: WeightSource, device: Device | None, routing: str, db: Database) -> Evidence:
+def _measured(weights: WeightSource, device: Where, routing: str, db: Database) -> Evidence:
     """What is stored about one layer; AutoselError where nothing of it was right."""
     from autosel import evidence, figures
 
     with opened_database(db) as store:
         one = evidence.gather(
-            store, weights.problem, device or detect(), routing=routing, label=weights.label
+            store, weights.problem, device_of(device), routing=routing, label=weights.label
         )
         if not one.correct:
             raise figures.nothing_here(store, one)
@@ -311,12 +319,9 @@ def _alike(target: Target, problem: Problem) -> int:
     if not isinstance(target, str | Path) or not Path(target).is_dir():
         return 1
     scheme = (problem.w13, problem.w2, problem.num_experts, problem.hidden_size)
-    found = [
-        other
-        for item in Checkpoint.open(target).layers
-        if (other := item.problem) is not None
-        and (other.w13, other.w2, other.num_experts, other.hidden_size) == scheme
-    ]
+    opened = Checkpoint.open(target)
+    found = [opened.exact_problem(x.index) for x in opened.layers if x.status == "quantized"]
+    found = [x for x in found if (x.w13, x.w2, x.num_experts, x.hidden_size) == scheme]
     return max(len(found), 1)
 
 

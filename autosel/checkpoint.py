@@ -104,7 +104,7 @@ class Checkpoint:
 
         ``MoELayer.problem`` knows the small tensors of expert 0 alone; here those of all experts
         are read, once: zero points, group indexes and biases. Raises CheckpointError for a layer
-        that is not quantised or refused.
+        without a problem, saying why it has none.
         """
         plan = self._plan(layer)
         problem = plan.layer.problem

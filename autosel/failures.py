@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 
 from autosel.core import Status
 from autosel.errors import AutoselError, UnsupportedError
+from autosel.handlers import let_through
 
 T = TypeVar("T")
 
 #: What a candidate may raise without ending the sweep. A library that gives up calls ``exit``.
+#: In a process that serves a model an exit is the program's: there Exception alone is caught.
+#: What a signal handler raised goes on to the caller everywhere (:mod:`autosel.handlers`).
 CAUGHT = (Exception, SystemExit)
 
 #: Characters of a message that are looked at: some libraries put a whole program into one.
@@ -64,6 +68,15 @@ class CandidateError(Exception):
     """What a candidate raised, in words, where the exception itself would do harm."""
 
 
+@contextmanager
+def ignored() -> Iterator[None]:
+    """What a candidate raises inside counts for nothing; a signal handler's goes through."""
+    try:
+        yield
+    except CAUGHT as error:
+        let_through(error)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether ``error`` says that something did not fit in memory."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
@@ -85,12 +98,22 @@ def is_machine_fault(error: BaseException | str) -> bool:
     return bool(_MACHINE.search(error if isinstance(error, str) else message(error)))
 
 
+def is_passing(error: BaseException) -> bool:
+    """Whether the reason may be gone the next time: memory that was short, a fault of the machine.
+
+    Nothing about the candidate may be stored for it.
+    """
+    return is_out_of_memory(error) or is_machine_fault(error)
+
+
 def tamed(error: BaseException, *, interruptible: bool = True) -> BaseException:
     """``error`` itself where it is harmless, else one that says the same.
 
     Harmless is an Exception with a message of moderate length. A KeyboardInterrupt is the user's
-    where the process is ``interruptible``; in a worker nobody else raises one.
+    where the process is ``interruptible``; in a worker nobody else raises one. Raises what a signal
+    handler raised.
     """
+    let_through(error)
     if interruptible and isinstance(error, KeyboardInterrupt):
         return error
     text = message(error)
@@ -111,7 +134,11 @@ def call_tamed(code: Callable[[], T], *, interruptible: bool = True) -> T:
 
 
 def failed(error: BaseException, step: str) -> tuple[Status, str]:
-    """Status and reason of a candidate whose ``step`` raised ``error``."""
+    """Status and reason of a candidate whose ``step`` raised ``error``.
+
+    Raises what a signal handler raised: that is about no candidate.
+    """
+    let_through(error)
     if isinstance(error, UnsupportedError):
         return "unsupported", one_line(error)
     status: Status = "oom" if is_out_of_memory(error) else "failed"
@@ -125,7 +152,8 @@ def message(error: BaseException) -> str:
     try:
         text = str(error)
         return text if len(text) <= LONGEST else text[:LONGEST] + "..."
-    except BaseException:  # a __str__ of a third party's
+    except BaseException as fault:  # a __str__ of a third party's
+        let_through(fault)
         return "its message cannot be printed"
 
 
@@ -139,5 +167,6 @@ def one_line(error: BaseException | str) -> str:
 def _readable(error: BaseException) -> bool:
     try:
         return len(str(error)) <= LONGEST
-    except BaseException:
+    except BaseException as fault:
+        let_through(fault)
         return False

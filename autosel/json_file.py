@@ -14,6 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from autosel.errors import ConfigError, field_error
+from autosel.plain_file import lfs_pointer, not_regular, read_whole
+
+#: Largest JSON file that is read. The index of a model of a million tensors is near 100 MB.
+MAX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,7 @@ class JsonFile:
     @staticmethod
     def read(path: Path) -> JsonFile:
         """Raises ConfigError in one line: file, line, and what is wrong."""
-        try:
-            raw = path.read_bytes()
-        except OSError as exc:
-            raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}") from None
+        raw = _bytes(path)
         try:
             text = raw.decode(json.detect_encoding(raw)).removeprefix("\ufeff")
             data = json.loads(text)
@@ -55,6 +56,20 @@ class JsonFile:
         # A key may be any text, such as a pattern; it must not break the message's one line.
         shown = (key if key.isprintable() else repr(key) for key in keys)
         return f"{self.path}{line}: {'.'.join(shown)}"
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        fault = not_regular(path)
+        raw = b"" if fault else read_whole(path, MAX_BYTES)
+    except OSError as exc:
+        raise ConfigError(f"{path}: cannot be read: {exc.strerror or exc}") from None
+    if len(raw) > MAX_BYTES:
+        fault = field_error(str(path), "size", f"more than {MAX_BYTES} bytes", "fewer")
+    fault = fault or lfs_pointer(path, raw, "the JSON file itself")
+    if fault:
+        raise ConfigError(fault)
+    return raw
 
 
 def locate(text: str, keys: Sequence[str]) -> int | None:

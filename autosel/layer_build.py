@@ -13,6 +13,7 @@ import torch
 from autosel.core import CanonicalExperts, Device, Plan, Problem
 from autosel.errors import AutoselError, CheckpointError, field_error
 from autosel.identity import problem_differences
+from autosel.layer_arguments import check_options
 from autosel.layer_choice import Chooser, Layouts
 from autosel.layer_place import expert_map_of, place, weights_id
 from autosel.layer_prove import prover
@@ -29,8 +30,8 @@ SharedExperts = Callable[[torch.Tensor], torch.Tensor]
 
 #: The ranks that sum their outputs also decide together.
 AUTO = "reduce_group"
-#: What only the weights themselves tell for sure: a description comes from headers and from the
-#: small tensors of expert 0.
+#: What only the weights themselves tell for sure: a source's description may come from headers and
+#: from the small tensors of expert 0.
 _SEEN_LATE = ("w13.symmetric", "w2.symmetric", "w13.has_g_idx", "w2.has_g_idx", "has_bias")
 
 
@@ -121,6 +122,7 @@ def making(options: Mapping[str, object]) -> Iterator[None]:
     """
     try:
         with for_building():
+            check_options(options)
             yield
     except Exception as error:
         ranks = _ranks(options)

@@ -6,12 +6,16 @@ a packed weight.
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
+from pathlib import Path
 
 from autosel.errors import AutoselError, CheckpointError, field_error
 from autosel.expert_names import CORRECTION_BIASES, STANDARD, ExpertNames, LinearTensors
+from autosel.failures import is_machine_fault, is_out_of_memory, one_line
 from autosel.formats import all_formats
 from autosel.formats.base import Format, Header, LinearQuant, Rules, Verdict
+from autosel.handlers import let_through
 from autosel.layer_scheme import build_problem
 from autosel.model_config import ModelConfig
 from autosel.moe_layer import (
@@ -56,6 +60,12 @@ class LayerPlanner:
             plan.layer = self._plan(plan, base, reader)
         except AutoselError as exc:
             plan.layer = replace(base, reason=str(exc))
+        except Exception as exc:
+            let_through(exc)
+            if is_out_of_memory(exc) or is_machine_fault(exc):
+                raise  # no fault of this layer
+            # A fault of ours must not cost the other layers; its reason says that it is one.
+            plan.layer = replace(base, reason=_unexpected(exc))
         return plan
 
     def _plan(self, plan: LayerPlan, base: MoELayer, reader: TensorReader) -> MoELayer:
@@ -297,6 +307,13 @@ class LayerPlanner:
                 shape = shape[1:]
             found[suffix] = (info.dtype, shape)
         return found
+
+
+def _unexpected(exc: Exception) -> str:
+    """A fault that nobody foresaw, with its place: there is no traceback of it."""
+    frames = traceback.extract_tb(exc.__traceback__)
+    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else "unknown place"
+    return f"unexpected {type(exc).__name__}: {one_line(exc)} (at {place}; please report it)"
 
 
 def _corrects(names: ExpertNames) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
@@ -11,32 +12,59 @@ from autosel.errors import ConfigError, field_error
 #: Prefix of a pattern in compressed-tensors' ``targets`` and ``ignore``.
 REGEX_PREFIX = "re:"
 #: Bounds on one pattern, after :func:`_without_retries`; those in use stay far below.
-MAX_REPEATS, MAX_WILD, MAX_OPTIONAL = 10, 3, 10
+MAX_REPEATS, MAX_WILD, MAX_OPTIONAL, MAX_LETTERS = 10, 3, 5, 20_000
+#: The longest names in use have about 100 letters; three wild repeats take 0.1 s on 250.
+MAX_NAME = 250
+#: What one pattern may take on all names together; 45,000 names take 0.02 s.
+MAX_SECONDS = 5.0
 _COUNT = re.compile(r"\{\d*,?\d*\}")
 _WILD = re.compile(r"(?:\.[*+]\??)+")
 #: Escapes that match many letters, so that their repeats can share out a name in many ways.
 _WIDE_ESCAPES = "wWSDB"
 
 
-def compile_pattern(pattern: str, where: str) -> re.Pattern[str]:
-    """A pattern of a config, for ``match``; bad ones, and ones that could run for ever, raise.
+class Pattern:
+    """A regular expression of a config, for ``match``; ``where`` is its place for messages.
 
     Configs come from outside and Python's matcher backtracks. A repeat of a repeat or of
     alternatives, as in ``(a+)+`` or ``(a|aa)*``, can take exponential time on a name that does not
     match, and many repeats in a row a high power of its length, so both are a ConfigError. Whether
     it matches is all that may be asked: the groups and the end of a match differ from the original.
     """
-    try:
-        re.compile(pattern)
-        compiled = re.compile(_without_retries(pattern))
-    except (re.error, RecursionError, OverflowError) as exc:
-        raise ConfigError(
-            field_error(where, f"pattern {pattern!r}", str(exc), "a regular expression")
-        ) from None
-    fault = _fault(pattern, compiled.pattern)
-    if fault is not None:
-        raise ConfigError(field_error(where, f"pattern {pattern!r}", *fault))
-    return compiled
+
+    def __init__(self, pattern: str, where: str) -> None:
+        self.pattern, self._where = pattern, where
+        self._left = MAX_SECONDS
+        if len(pattern) > MAX_LETTERS:
+            raise self._refused(f"{len(pattern)} letters", f"at most {MAX_LETTERS}")
+        try:
+            re.compile(pattern)
+            self._compiled = re.compile(_without_retries(pattern))
+        except (re.error, RecursionError, OverflowError) as exc:
+            raise self._refused(str(exc), "a regular expression") from None
+        fault = _fault(pattern, self._compiled.pattern)
+        if fault is not None:
+            raise self._refused(*fault)
+
+    def match(self, name: str) -> bool:
+        """Whether some part of ``name`` from its start matches, as ``re.match``.
+
+        Raises ConfigError for a name that is too long to match in time, and when all names
+        together have taken ``MAX_SECONDS``.
+        """
+        if len(name) > MAX_NAME:
+            short = f"a module name of {len(name)} letters ({name[:40]}...)"
+            raise self._refused(short, f"at most {MAX_NAME}")
+        if self._left < 0:
+            raise self._refused("one that takes too long on these names", "a simpler one")
+        start = time.perf_counter()
+        found = self._compiled.match(name) is not None
+        self._left -= time.perf_counter() - start
+        return found
+
+    def _refused(self, found: str, expected: str) -> ConfigError:
+        short = self.pattern if len(self.pattern) <= 120 else f"{self.pattern[:120]}..."
+        return ConfigError(field_error(self._where, f"pattern {short!r}", found, expected))
 
 
 def _without_retries(pattern: str) -> str:
@@ -115,9 +143,9 @@ def _fault(pattern: str, safer: str) -> tuple[str, str] | None:
     repeats = sum(map(_repeats, tokens))
     if repeats > MAX_REPEATS:
         return f"{repeats} repeats", f"at most {MAX_REPEATS}"
-    wild = _count_wild(re.sub(r"\(\?>[^()]*\)", "", safer))
-    if wild > MAX_WILD + 1:  # the last one is followed by nothing that could send it back
-        return f"{wild} repeats of many letters", f"at most {MAX_WILD + 1}"
+    wild = _count_wild([*_tokens(re.sub(r"\(\?>[^()]*\)", "", safer))])
+    if wild > MAX_WILD:
+        return f"{wild} repeats that can share out a name", f"at most {MAX_WILD}"
     return None
 
 
@@ -130,13 +158,63 @@ def _quantifies(token: str) -> bool:
     return token in ("*", "+") or bool(_COUNT.fullmatch(token))
 
 
-def _count_wild(pattern: str) -> int:
-    """Repeats that can match many different letters, which alone can share out a name."""
+def _count_wild(tokens: list[str]) -> int:
+    """Repeats and options that could give letters to what follows, and so be tried again.
+
+    What ends the pattern has nothing to give to, and ``\\d+`` before a letter that is no digit
+    can only end there.
+    """
     count = 0
-    for token, after in pairwise([*_tokens(pattern), ""]):
-        wide = token in (".", ")") or token.startswith("[") or token[1:] in [*_WIDE_ESCAPES]
-        count += bool(_WILD.fullmatch(token)) or (wide and _quantifies(after))
+    for place, (token, after) in enumerate(pairwise([*tokens, ""])):
+        run = bool(_WILD.fullmatch(token))
+        if (not run and not (_quantifies(after) or after == "?")) or token in "*+?(|":
+            continue
+        rest = tokens[place + (1 if run else 2) :]
+        wide = run or token in (".", ")") or token.startswith("[") or token[1:] in [*_WIDE_ESCAPES]
+        if token == ")" and after == "?":  # options of groups have a bound of their own
+            continue
+        count += any(_takes_letters(t) for t in rest) and (wide or not _ends(token, rest))
+    return count + _ambiguous(tokens)
+
+
+def _ambiguous(tokens: list[str]) -> int:
+    """Groups of alternatives of which more than one may match at the same place."""
+    count = 0
+    open_groups: list[int] = []
+    for place, token in enumerate(tokens):
+        if token == "(":
+            open_groups.append(place)
+        elif token == ")" and open_groups:
+            inside = tokens[open_groups.pop() + 1 : place]
+            if "|" not in inside:
+                continue
+            inside = inside[2:] if inside[:2] == ["?", ":"] else inside
+            branches = "".join(inside).split("|")
+            letters = all(re.fullmatch(r"(?:[^\W]|\\[._-])*", branch) for branch in branches)
+            alone = not any(b.startswith(a) for a, b in pairwise(sorted(branches)))
+            count += not (letters and alone)
     return count
+
+
+def _takes_letters(token: str) -> bool:
+    return token not in ("(", ")", "|", "?", "*", "+", "$", "^", ":")
+
+
+def _ends(item: str, rest: list[str]) -> bool:
+    """Whether a repeat of ``item``, one letter or escape, must stop at what follows."""
+    if rest[:1] == ["?"]:  # a lazy repeat
+        rest = rest[1:]
+    while rest[:1] in (["("], [")"]):
+        rest = rest[3 if rest[:3] == ["(", "?", ":"] else 1 :]
+    literal = rest[0] if rest else ""
+    if len(literal) == 2 and literal[0] == "\\" and not literal[1].isalnum():
+        letter = literal[1]
+    elif len(literal) == 1 and literal not in ".^$*+?{}[]|\\":
+        letter = literal
+    else:
+        return False
+    free = rest[1:2] and (rest[1] in "*?" or bool(_COUNT.fullmatch(rest[1])))
+    return not free and re.fullmatch(item, letter, re.IGNORECASE) is None
 
 
 def ancestors(module: str) -> Iterator[str]:
@@ -157,10 +235,10 @@ class NameList:
     def __init__(self, entries: Iterable[str], where: str) -> None:
         self._names: set[str] = set()
         self._covers: dict[str, str | None] = {}
-        self._patterns: list[tuple[str, re.Pattern[str]]] = []
+        self._patterns: list[tuple[str, Pattern]] = []
         for entry in entries:
             if entry.startswith(REGEX_PREFIX):
-                compiled = compile_pattern(entry.removeprefix(REGEX_PREFIX), where)
+                compiled = Pattern(entry.removeprefix(REGEX_PREFIX), where)
                 self._patterns.append((entry, compiled))
             else:
                 self._names.add(entry.rstrip("."))

@@ -23,7 +23,9 @@ class MoELayer:
 
     ``index`` is the number to ask for; it is the decoder layer's own number, except in a second
     stack of layers (a draft head, a talker), which counts on after the first. ``problem`` is the
-    whole layer on one rank, and None unless ``status`` is ``quantized``; ``reason`` says why then.
+    whole layer on one rank, as far as headers and expert 0 tell
+    (:meth:`autosel.checkpoint.Checkpoint.exact_problem` looks at all experts), and None unless
+    ``status`` is ``quantized``; ``reason`` says why then.
     """
 
     index: int

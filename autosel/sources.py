@@ -29,7 +29,7 @@ class WeightSource(Protocol):
 
     @property
     def problem(self) -> Problem:
-        """The layer, known without reading any weight."""
+        """The layer as the weights have it, known without reading a packed weight."""
 
     @property
     def label(self) -> str:
@@ -44,8 +44,8 @@ class CheckpointSource:
     """One MoE layer of a checkpoint folder, or a rank's part of it.
 
     ``held`` are the global ids of the rank's experts in the order in which they lie; left out,
-    ranks have equal runs. ``act_dtype`` replaces the model's. Opening reads configs and headers
-    only; the folder is read anew in each process, so that nothing large travels.
+    ranks have equal runs. ``act_dtype`` replaces the model's. The folder is read anew in each
+    process, so that nothing large travels.
     """
 
     path: str
@@ -59,13 +59,18 @@ class CheckpointSource:
 
     @property
     def problem(self) -> Problem:
-        """From headers alone. Raises CheckpointError for a layer that cannot be tuned."""
-        layer = _open(self.path).layer(self.layer)
+        """From headers and the small tensors of all experts, whichever a rank holds.
+
+        Raises CheckpointError for a layer that cannot be tuned.
+        """
+        opened = open_checkpoint(self.path)
+        layer = opened.layer(self.layer)
         if layer.problem is None:
             found = f"{layer.status} ({layer.reason})"
             where = f"{self.path}: layer {self.layer}"
             raise CheckpointError(field_error(where, "weights", found, "a quantised layer"))
-        whole = replace(layer.problem, act_dtype=self.act_dtype or layer.problem.act_dtype)
+        exact = opened.exact_problem(self.layer)
+        whole = replace(exact, act_dtype=self.act_dtype or exact.act_dtype)
         part = rank_problem(
             whole,
             tp_rank=self.tp_rank,
@@ -81,7 +86,7 @@ class CheckpointSource:
 
     def load(self, device: str | torch.device = "cpu") -> CanonicalExperts:
         """Read this layer; raises CheckpointError naming file, tensor and expert."""
-        experts = _open(self.path).read_experts(
+        experts = open_checkpoint(self.path).read_experts(
             self.layer,
             act_dtype=self.act_dtype,
             tp_rank=self.tp_rank,
@@ -93,8 +98,8 @@ class CheckpointSource:
         return experts.to(device)
 
 
-def _open(path: str) -> Checkpoint:
-    """One reading of the headers for all layers of a folder, until a file in it changes."""
+def open_checkpoint(path: str) -> Checkpoint:
+    """The checkpoint at ``path``, opened once for all its layers until a file in it changes."""
     try:
         files = tuple(
             (entry.name, entry.stat().st_mtime_ns, entry.stat().st_size)

@@ -72,8 +72,8 @@ class Stack:
     def _need(self, name: str, dtype: torch.dtype | None = None) -> None:
         if name in self._tensors:
             found = self._tensors[name].dtype
-            if dtype is not None and dtype != found:
-                raise CheckpointError(field_error("stacked experts", f"{name} dtype", dtype, found))
+            if dtype is not None and dtype != found:  # only biases come in several
+                self._tensors[name] = self._tensors[name].to(torch.promote_types(found, dtype))
             return
         first = self._first
         assert first is not None

@@ -18,9 +18,12 @@ from safetensors import SafetensorError, safe_open
 
 from autosel.errors import CheckpointError, field_error
 from autosel.json_file import JsonFile
+from autosel.plain_file import lfs_pointer, not_regular, read_whole
 
 SINGLE = "model.safetensors"
 PICKLE_ENDINGS = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+#: Files and tensors named in a note.
+_NAMED = 3
 _NUMBERED = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 
 
@@ -34,24 +37,33 @@ class TensorInfo(NamedTuple):
 
 
 class TensorIndex:
-    """Every tensor of a checkpoint folder; ``notes`` are findings that do not stop the reading."""
+    """Every tensor of a checkpoint folder; ``notes`` are findings that do not stop the reading.
+
+    ``unnamed`` are in files that are read, but the folder's index does not name them there.
+    """
 
     def __init__(
-        self, folder: Path, tensors: Mapping[str, TensorInfo], notes: tuple[str, ...]
+        self,
+        folder: Path,
+        tensors: Mapping[str, TensorInfo],
+        notes: tuple[str, ...],
+        unnamed: tuple[TensorInfo, ...] = (),
     ) -> None:
         self.folder = folder
         self.tensors = dict(tensors)
         self.notes = notes
+        self.unnamed = unnamed
 
     @staticmethod
     def open(folder: Path) -> TensorIndex:
         """Raises CheckpointError for missing, unsafe, damaged or contradicting files."""
         notes: list[str] = []
         try:
-            named = _named_tensors(folder, notes)
+            index_name, named = _named_tensors(folder, notes)
         except (OSError, RuntimeError) as exc:  # no permission, loops of links, endless names
             raise CheckpointError(f"{folder}: cannot be read: {_one_line(exc)}") from None
         tensors: dict[str, TensorInfo] = {}
+        unnamed: list[TensorInfo] = []
         for file, wanted in named.items():
             found = _read_header(folder / file, file)
             for name in wanted if wanted is not None else found:
@@ -65,7 +77,12 @@ class TensorIndex:
                         "expected in one file"
                     )
                 tensors[name] = found[name]
-        return TensorIndex(folder, tensors, tuple(notes))
+            if wanted is not None:
+                known = set(wanted)
+                unnamed += [info for name, info in found.items() if name not in known]
+        if unnamed:
+            notes.append(_unnamed_note(unnamed, index_name))
+        return TensorIndex(folder, tensors, tuple(notes), tuple(unnamed))
 
     @contextmanager
     def reader(self) -> Iterator[TensorReader]:
@@ -111,12 +128,27 @@ class TensorReader:
             raise CheckpointError(f"{path}: tensor {info.name}: {_one_line(exc)}") from None
 
 
-def _named_tensors(folder: Path, notes: list[str]) -> dict[str, list[str] | None]:
-    """Files to read, each with the tensors wanted from it, or None for all of them."""
+def _unnamed_note(unnamed: list[TensorInfo], index_name: str) -> str:
+    files = list(dict.fromkeys(info.file for info in unnamed))
+    plural = "s" if len(unnamed) > 1 else ""
+    return (
+        f"{len(unnamed)} tensor{plural} in {_some(files)}, not named there in {index_name}, "
+        f"not read: {_some([info.name for info in unnamed])}"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _named_tensors(folder: Path, notes: list[str]) -> tuple[str, dict[str, list[str] | None]]:
+    """The index's name, if any, and the files to read with the tensors wanted, None for all."""
     if not folder.is_dir():
         kind = "a file" if folder.exists() else "nothing"
         raise CheckpointError(field_error(str(folder), "path", kind, "a checkpoint folder"))
-    names = sorted(entry.name for entry in folder.iterdir())
+    # Hidden files are the system's, such as the ._NAME that macOS puts beside NAME.
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     weights = [name for name in names if name.endswith(".safetensors")]
     indexes = [name for name in names if name.endswith(".safetensors.index.json")]
     pickles = [name for name in names if name.lower().endswith(PICKLE_ENDINGS)]
@@ -137,7 +169,7 @@ def _named_tensors(folder: Path, notes: list[str]) -> dict[str, list[str] | None
         raise CheckpointError(field_error(str(folder), "indexes", ", ".join(indexes), "one"))
     if indexes:
         wanted = _read_index(folder, indexes[0])
-        if SINGLE in weights and SINGLE not in wanted:
+        if SINGLE in weights and not _is_one_of(folder, SINGLE, wanted):
             # Loaders differ: some prefer the single file, some the index. Neither is asked for.
             raise CheckpointError(
                 f"{folder}: found two sets of weights, {SINGLE} and the shards of {indexes[0]}, "
@@ -146,16 +178,21 @@ def _named_tensors(folder: Path, notes: list[str]) -> dict[str, list[str] | None
         extra = sorted(set(weights) - set(wanted))
         if extra:
             notes.append(f"not read, not named in {indexes[0]}: {', '.join(extra)}")
-        return dict(wanted)
+        return indexes[0], dict(wanted)
     if SINGLE in weights:
         extra = [name for name in weights if name != SINGLE]
         if extra:
             notes.append(f"not read beside {SINGLE}: {', '.join(extra)}")
-        return {SINGLE: None}
+        return "", {SINGLE: None}
     _require_all_numbers(folder, weights)
     for name in weights:
         _check_file(folder, name)
-    return dict.fromkeys(weights)
+    return "", dict.fromkeys(weights)
+
+
+def _is_one_of(folder: Path, name: str, files: Mapping[str, object]) -> bool:
+    """Whether it is among the files, also under another name: a link, or one in other case."""
+    return name in files or any((folder / name).samefile(folder / file) for file in files)
 
 
 def _require_all_numbers(folder: Path, weights: list[str]) -> None:
@@ -189,15 +226,17 @@ def _read_index(folder: Path, index_name: str) -> dict[str, list[str]]:
                 index.where("weight_map"), "value", type(weight_map).__name__, "a filled object"
             )
         )
-    wanted: dict[str, list[str]] = defaultdict(list)
+    named: dict[str, list[str]] = defaultdict(list)
     for tensor, file in weight_map.items():
         if not isinstance(file, str):
             raise CheckpointError(
                 field_error(f"{path}: {tensor}", "file", repr(file)[:80], "a file name")
             )
-        wanted[file].append(tensor)
-    for file in wanted:
+        named[file].append(tensor)
+    wanted: dict[str, list[str]] = defaultdict(list)
+    for file, tensors in named.items():
         _check_name(path, file)
+        wanted[PurePosixPath(file).as_posix()] += tensors  # ./x is the file that is listed as x
     missing = [file for file in wanted if not (folder / file).exists()]
     if missing:
         raise CheckpointError(_missing_files(folder, missing))
@@ -232,13 +271,16 @@ def _check_file(folder: Path, file: str) -> None:
         raise CheckpointError(
             field_error(str(path), "its folder", path.parent.resolve(), f"inside {folder}")
         )
-    if not path.is_file():
-        raise CheckpointError(field_error(str(path), "kind", "no regular file", "a regular file"))
+    _require_regular(path)
+
+
+def _require_regular(path: Path) -> None:
+    fault = not_regular(path)
+    if fault:
+        raise CheckpointError(fault)
 
 
 def _read_header(path: Path, file: str) -> dict[str, TensorInfo]:
-    if not path.is_file():
-        raise CheckpointError(field_error(str(path), "kind", "no regular file", "a regular file"))
     try:
         with _open(path) as handle:
             found = {}
@@ -254,10 +296,13 @@ def _read_header(path: Path, file: str) -> dict[str, TensorInfo]:
     except (OSError, RuntimeError) as exc:  # no permission, no free file descriptor
         raise CheckpointError(f"{path}: cannot be read: {_one_line(exc)}") from None
     except SafetensorError as exc:
-        size = path.stat().st_size
-        raise CheckpointError(
-            f"{path}: damaged or cut short ({size} bytes): {_one_line(exc)}"
-        ) from None
+        raise CheckpointError(_damage(path, exc)) from None
+
+
+def _damage(path: Path, exc: Exception) -> str:
+    """Why a file has no header; a clone without Git LFS has small stand-ins for the weights."""
+    damage = f"{path}: damaged or cut short ({path.stat().st_size} bytes): {_one_line(exc)}"
+    return lfs_pointer(path, read_whole(path, 100), "the weights themselves") or damage
 
 
 def _open(path: Path) -> Any:
@@ -268,6 +313,7 @@ def _open(path: Path) -> Any:
         raise CheckpointError(
             field_error(str(path), "path", "one that is not UTF-8", "one that safetensors opens")
         ) from None
+    _require_regular(path)
     with path.open("rb"):  # safetensors says "no such file" of one that may not be read
         return safe_open(path, framework="pt")
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import click
 
-from autosel import presets
+from autosel import presets, sources
 from autosel.checkpoint import Checkpoint, MoELayer
 from autosel.cli.options import LayerOptions
 from autosel.cli.report import warn
@@ -29,6 +30,14 @@ class Layer:
     problem: Problem
     source: WeightSource
     indices: tuple[int, ...] = ()
+
+    def stand_ins(self) -> Iterator[tuple[str, WeightSource]]:
+        """Each alike layer by name, the one that is to be tuned first."""
+        if isinstance(self.source, CheckpointSource):
+            for index in self.indices:
+                yield f"layer {index}", replace(self.source, layer=index)
+        else:
+            yield self.label, self.source
 
 
 @dataclass(frozen=True)
@@ -76,11 +85,11 @@ def _checkpoint(text: str, options: LayerOptions) -> Target:
         raise click.UsageError(
             f"{', '.join(given)}: only for presets; {text} is a checkpoint, which says it itself"
         )
-    checkpoint = Checkpoint.open(text)
+    checkpoint = sources.open_checkpoint(text)
     groups: dict[Problem, list[MoELayer]] = {}
     for layer in _chosen(text, checkpoint.layers, options.layer):
-        assert layer.problem is not None, "a quantised layer has a problem"
-        whole = replace(layer.problem, act_dtype=options.act_dtype or layer.problem.act_dtype)
+        exact = checkpoint.exact_problem(layer.index)
+        whole = replace(exact, act_dtype=options.act_dtype or exact.act_dtype)
         groups.setdefault(rank_problem(whole, tp_size=options.tp), []).append(layer)
     layers = tuple(
         Layer(

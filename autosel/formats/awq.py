@@ -102,6 +102,8 @@ class AWQ(Format):
             "qweight": Stored(((("I32",), (num_inputs, words)),)),
             "scales": Stored(((FLOATS, (groups, num_outputs)),)),
             "qzeros": Stored(((("I32",), (groups, words)),), required=not quant.symmetric),
+            # Groups are contiguous; what another order would mean here, nobody has defined.
+            "g_idx": Stored((), required=False),
             "bias": stored_bias(num_outputs),
         }
 

@@ -95,13 +95,23 @@ class Rules(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """How one tensor of a linear may be stored: each ``(dtypes, shape)`` is one allowed form."""
+    """How one tensor of a linear may be stored: each ``(dtypes, shape)`` is one allowed form.
+
+    Without any form the tensor may not be there.
+    """
 
     forms: tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]
     required: bool = True
 
     def __str__(self) -> str:
+        if not self.forms:
+            return "none (it is not part of this format)"
         return " or ".join(f"{'/'.join(dtypes)} {list(shape)}" for dtypes, shape in self.forms)
+
+    def allows(self, header: Header) -> bool:
+        """Whether that dtype and shape are one of the forms."""
+        dtype, shape = header
+        return any(dtype in dtypes and shape == form for dtypes, form in self.forms)
 
 
 @dataclass(frozen=True)
@@ -197,15 +207,14 @@ class Format(ABC):
                     )
                 continue
             dtype, shape = found[suffix]
-            if not any(dtype in dtypes and shape == form for dtypes, form in rule.forms):
+            if not rule.allows(found[suffix]):
+                sizes = (
+                    f"dtype and shape ({num_outputs} outputs, {num_inputs} inputs, "
+                    f"{quant.num_bits} bits, group_size {quant.group_size})"
+                )
+                what = sizes if rule.forms else "tensor"
                 raise CheckpointError(
-                    field_error(
-                        origin.label(suffix),
-                        f"dtype and shape ({num_outputs} outputs, {num_inputs} inputs, "
-                        f"{quant.num_bits} bits, group_size {quant.group_size})",
-                        f"{dtype} {list(shape)}",
-                        rule,
-                    )
+                    field_error(origin.label(suffix), what, f"{dtype} {list(shape)}", rule)
                 )
 
     def read(
@@ -304,6 +313,10 @@ def normalize_g_idx(
 
     Writers leave it all zero when they have no order to tell.
     """
+    rule = stored_g_idx(quant, num_inputs)
+    dtype, shape = dtype_name(stored.dtype), tuple(stored.shape)
+    if not rule.allows((dtype, shape)):  # a format need not list it among its tensors
+        raise CheckpointError(field_error(label, "dtype and shape", f"{dtype} {list(shape)}", rule))
     groups = quant.num_groups(num_inputs)
     low, high = int(stored.min()), int(stored.max())
     if low < 0 or high >= groups:

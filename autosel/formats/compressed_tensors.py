@@ -12,7 +12,6 @@ Targets and ignore lists match as in https://github.com/neuralmagic/compressed-t
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -39,7 +38,7 @@ from autosel.formats.base import (
 )
 from autosel.formats.gptq import checked_group_size
 from autosel.json_file import Section
-from autosel.module_rules import REGEX_PREFIX, NameList, compile_pattern
+from autosel.module_rules import REGEX_PREFIX, NameList, Pattern
 from autosel.packing import unpack_last
 
 PACKED = "pack-quantized"
@@ -55,7 +54,7 @@ class _Target:
 
     rank: int
     text: str
-    pattern: re.Pattern[str] | None
+    pattern: Pattern | None
     verdict: Verdict
 
 
@@ -93,9 +92,7 @@ class CompressedTensorsRules(Rules):
             for text in group.strings("targets"):
                 pattern = None
                 if text.startswith(REGEX_PREFIX):
-                    pattern = compile_pattern(
-                        text.removeprefix(REGEX_PREFIX), group.where("targets")
-                    )
+                    pattern = Pattern(text.removeprefix(REGEX_PREFIX), group.where("targets"))
                 rank = 1 if pattern else 0 if "." in text else 2
                 by_text[text] = _Target(rank, text, pattern, verdict)
         self._targets = sorted(by_text.values(), key=lambda t: (t.rank, t.text))
@@ -108,7 +105,7 @@ class CompressedTensorsRules(Rules):
         # module has is not in the files; a linear's experts are Linear, the one class in use.
         for target in self._targets:
             if target.pattern is not None:
-                hit = target.pattern.match(module) is not None
+                hit = target.pattern.match(module)
             else:
                 hit = target.text == "Linear" or f"{module}.".startswith(f"{target.text}.")
             if hit:

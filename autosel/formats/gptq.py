@@ -38,7 +38,7 @@ from autosel.formats.base import (
     written_zeros,
 )
 from autosel.json_file import Section
-from autosel.module_rules import compile_pattern
+from autosel.module_rules import Pattern
 from autosel.packing import as_int32, unpack_last
 
 #: One in every field of a word.
@@ -79,7 +79,7 @@ class GPTQRules(Rules):
         for pattern in dynamic.data if dynamic else ():
             assert dynamic is not None
             negative = pattern.startswith("-:")
-            compiled = compile_pattern(
+            compiled = Pattern(
                 pattern.removeprefix("-:").removeprefix("+:"), dynamic.where(pattern)
             )
             override = None if negative else dynamic.section(pattern)

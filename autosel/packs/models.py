@@ -33,8 +33,9 @@ def of_checkpoint(
     if layers is None:
         groups: dict[Problem, list[int]] = {}
         for layer in opened.layers:
-            if layer.status == "quantized" and layer.problem is not None:
-                whole = replace(layer.problem, act_dtype=act_dtype or layer.problem.act_dtype)
+            if layer.status == "quantized":
+                exact = opened.exact_problem(layer.index)
+                whole = replace(exact, act_dtype=act_dtype or exact.act_dtype)
                 groups.setdefault(rank_problem(whole, tp_size=tp_size), []).append(layer.index)
         layers = list(groups.items())
         if not groups:

@@ -228,3 +228,115 @@ def test_odd_paths_and_names_are_one_line(tmp_path: Path) -> None:
     made = Made()
     made.tensors["model.layers.0.mlp.experts.0.up_proj.\x1b[31m\nqweight"] = torch.zeros(1)
     assert "printable" in refusal(made.write(tmp_path / "names"))
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "name", ["quantize_config.json", "quant_config.json", "model.safetensors.index.json"]
+)
+def test_a_pipe_or_a_device_in_place_of_json_is_refused_without_waiting(
+    tmp_path: Path, name: str
+) -> None:
+    folder = make_checkpoint(tmp_path)
+    os.mkfifo(folder / name)
+    assert f"{name}: kind: found a named pipe, expected a regular file" in refusal(folder)
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    assert f"{name}: kind: found a device, expected a regular file" in refusal(folder)
+    (folder / name).unlink()
+    (folder / name).mkdir()
+    assert f"{name}: kind: found a folder" in refusal(folder)
+
+
+def test_a_huge_json_file_is_refused_unread(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    with (folder / "quantize_config.json").open("wb") as file:
+        file.truncate(1 << 40)  # takes no space
+    assert "quantize_config.json: size: found " in refusal(folder)
+
+
+@pytest.mark.timeout(20)
+def test_a_file_that_becomes_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    opened = Checkpoint.open(folder)
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"found a named pipe, expected a regular file"):
+        opened.read_experts(0)
+
+
+def leave_out(folder: Path, part: str, count: int | None = None) -> list[str]:
+    """Take the first ``count`` tensors that have ``part`` in their names out of the index."""
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    gone = [name for name in index["weight_map"] if part in name][:count]
+    index["weight_map"] = {n: f for n, f in index["weight_map"].items() if n not in gone}
+    path.write_text(json.dumps(index))
+    return gone
+
+
+def test_tensors_that_the_index_leaves_out_are_said_and_accounted_for(tmp_path: Path) -> None:
+    folder = Made(layers=2).write(tmp_path, shards=2)
+    assert Checkpoint.open(folder).notes == ()
+    gone = leave_out(folder, ".layers.1.")
+    opened = Checkpoint.open(folder)
+    assert [layer.index for layer in opened.layers] == [0]
+    (note,) = opened.notes
+    assert note.startswith(
+        f"{len(gone)} tensors in model-00001-of-00002.safetensors, "
+        "model-00002-of-00002.safetensors, not named there in model.safetensors.index.json, "
+        "not read: model.layers.1."
+    )
+    assert note.endswith(f" and {len(gone) - 3} more")
+    rows = {row.name: row for row in opened.accounting()}
+    for name in gone:
+        if "expert" in name:
+            assert rows[name].why == "not named in the index: not read"
+            assert not rows[name].used
+
+
+def test_one_tensor_that_the_index_leaves_out_is_named(tmp_path: Path) -> None:
+    folder = Made().write(tmp_path, shards=2)
+    (name,) = leave_out(folder, ".experts.1.up_proj.qweight", 1)
+    opened = Checkpoint.open(folder)
+    assert opened.layers[0].status == "refused"
+    (note,) = opened.notes
+    assert note.startswith("1 tensor in model-0000")
+    assert note.endswith(f"not read: {name}")
+
+
+@pytest.mark.parametrize("spelling", ["./model.safetensors", ".//model.safetensors", "link"])
+def test_other_names_of_the_one_file_are_no_second_set(tmp_path: Path, spelling: str) -> None:
+    folder = make_checkpoint(tmp_path)
+    if spelling == "link":
+        spelling = "weights.safetensors"
+        (folder / spelling).symlink_to("model.safetensors")
+    names = load_file(folder / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, spelling)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    opened = Checkpoint.open(folder)
+    assert opened.layers[0].status == "quantized"
+    if spelling != "weights.safetensors":
+        assert opened.notes == ()
+
+
+def test_hidden_files_are_left_alone(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path)
+    (folder / "model.safetensors").rename(folder / "gptq_model-4bit-32g.safetensors")
+    for name in ("gptq_model-4bit-32g.safetensors", "x.safetensors.index.json", "x.bin"):
+        (folder / f"._{name}").write_bytes(b"\x00\x05\x16\x07" + bytes(100))
+    opened = Checkpoint.open(folder)
+    assert opened.layers[0].status == "quantized"
+    assert opened.notes == ()
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "model.safetensors.index.json"]
+)
+def test_a_pointer_of_git_lfs_is_told_from_damage(tmp_path: Path, name: str) -> None:
+    folder = make_checkpoint(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0" * 64 + "\nsize 9\n"
+    (folder / name).write_text(pointer)
+    message = refusal(folder)
+    assert f"{name}: content: found a Git LFS pointer, expected " in message
+    assert message.endswith("; run git lfs pull")

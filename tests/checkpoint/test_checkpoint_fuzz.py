@@ -55,6 +55,7 @@ def use_all(folder: Path) -> None:
         assert (layer.problem is not None) == (layer.status == "quantized")
         assert layer.status == "quantized" or layer.reason
         assert "\n" not in layer.reason
+        assert not layer.reason.startswith("unexpected")  # a fault of ours
         for use in (
             lambda i=layer.index: opened.router(i),
             lambda i=layer.index: list(opened.dequantize(i)),

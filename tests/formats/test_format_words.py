@@ -9,7 +9,7 @@ from autosel.canonical import dequantize_expert, expert_codes, expert_zeros
 from autosel.core import QuantScheme, QuantWeight
 from autosel.errors import CheckpointError
 from autosel.formats import awq, compressed_tensors, gptq
-from autosel.formats.base import Format, LinearQuant, Origin
+from autosel.formats.base import Format, LinearQuant, Origin, normalize_g_idx
 from autosel.packing import pack_last
 from tests.checkpoint_builder import random_weight
 
@@ -315,3 +315,23 @@ def test_wrong_dtypes_are_refused(suffix: str, dtype: torch.dtype) -> None:
     tensors[suffix] = tensors[suffix].to(dtype)
     with pytest.raises(CheckpointError, match=rf"linear\.{suffix}"):
         read(gptq.FORMAT, tensors, LinearQuant(4, 32, True), 16, 64)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        torch.zeros(0, dtype=torch.int32),
+        torch.tensor(1),
+        torch.zeros(64),
+        torch.zeros(1, 64, dtype=torch.int32),
+        torch.zeros(63, dtype=torch.int32),
+    ],
+    ids=["empty", "scalar", "float", "2-D", "short"],
+)
+def test_a_group_index_of_another_type_or_shape_is_refused_in_every_format(
+    index: torch.Tensor,
+) -> None:
+    """Also where a format does not list it among its tensors."""
+    quant = LinearQuant(4, 32, True)
+    with pytest.raises(CheckpointError, match=r"here: dtype and shape: .*expected I32/I64 \[64\]"):
+        normalize_g_idx(index, quant, 64, "here")

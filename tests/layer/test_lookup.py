@@ -1,8 +1,10 @@
 """What a sweep stores, a layer finds: the same key, for every format, width and split."""
 
+import json
 from dataclasses import replace
 
 import pytest
+import torch
 
 from autosel import FusedMoE, load_moe_layers
 from autosel.__main__ import main
@@ -12,7 +14,9 @@ from autosel.sources import CheckpointSource
 from autosel.store import Store
 from autosel.tune import sweep
 from autosel.tune_types import SweepSettings
+from tests.checkpoint_builder import Made, random_weight, shuffled_g_idx
 from tests.fakes import Clock, FakeBackend, judge_one_case, prove_quickly, registered
+from tests.threads import one_thread
 
 SETTINGS = SweepSettings(token_counts=(2,), backends=("scripted",))
 
@@ -59,14 +63,72 @@ def test_a_key_that_differs_in_one_thing_is_not_found(get_checkpoint, tmp_path):
             assert not Chooser(changed, device, store).table()[0].tuned
 
 
-def test_a_sweep_by_command_line_is_found(get_checkpoint, tmp_path, monkeypatch):
+EXPERTS = "model.layers.0.mlp.experts"
+
+
+def by_rule(made):
+    made.quant["dynamic"] = {r"+:.*experts\.1\.": {"sym": False}}
+
+
+def by_zeros(made):
+    made.put(f"{EXPERTS}.2.down_proj", random_weight(64, 64, symmetric=False, seed=9))
+
+
+def by_bias(made):
+    made.tensors[f"{EXPERTS}.2.down_proj.bias"] = torch.ones(64).half()
+
+
+def by_order(made):
+    made.tensors[f"{EXPERTS}.2.down_proj.g_idx"] = shuffled_g_idx(64, 32)
+
+
+@pytest.mark.filterwarnings("ignore:.*declared symmetric")
+@pytest.mark.parametrize("split", [{}, {"tp_rank": 1, "tp_size": 2}], ids=["whole", "half"])
+@pytest.mark.parametrize("edit", [by_rule, by_zeros, by_bias, by_order])
+def test_a_layer_that_only_a_later_expert_makes_special_is_tuned(edit, split, tmp_path):
+    """The key is that of the weights, whatever expert 0 looks like."""
+    made = Made(fmt="gptq_v2", inter=64)
+    edit(made)
+    path = made.write(tmp_path / "model")
+    with Store.open(tmp_path / "swept.db") as store:
+        decision, layer = swept(path, 0, store, **split)
+        (choice,) = layer.choices
+        assert choice.tuned
+        assert choice.candidate == decision.winner
+        assert layer.problem == decision.problem
+
+
+@pytest.fixture
+def quickly(monkeypatch):
+    """Sweeps by command line that time for a moment only."""
     from autosel import timing
 
-    db, path = tmp_path / "cli.db", get_checkpoint("gptq-v1-w4-g64-sym-actorder-qwen3moe").path
     settings = timing.TimingSettings
     monkeypatch.setattr(
         timing, "TimingSettings", lambda **given: settings(**{**given, "limit_s": 0.02})
     )
+
+
+@pytest.mark.filterwarnings("ignore:.*declared symmetric")
+def test_a_sweep_by_command_line_tells_such_layers_from_their_neighbours(tmp_path, quickly, capsys):
+    made = Made(fmt="gptq_v2", inter=64, layers=2)
+    by_zeros(made)
+    path, db = made.write(tmp_path / "model"), tmp_path / "cli.db"
+    words = ["--db", str(db), "--tokens", "1"]
+    with one_thread():
+        sweep_words = [*words, "--backends", "emulation", "--no-isolate", "--trials", "1"]
+        assert main(["sweep", str(path), *sweep_words]) == 0
+    layers = load_moe_layers(path, db=db)
+    assert [layer.problem.w2.symmetric for layer in layers.values()] == [False, True]
+    assert all(layer.choices[0].tuned for layer in layers.values())
+    capsys.readouterr()
+    assert main(["explain", str(path), *words, "--json"]) == 0
+    answers = json.loads(capsys.readouterr().out)["answers"]
+    assert [answer["status"] for answer in answers] == ["tuned", "tuned"]
+
+
+def test_a_sweep_by_command_line_is_found(get_checkpoint, tmp_path, quickly):
+    db, path = tmp_path / "cli.db", get_checkpoint("gptq-v1-w4-g64-sym-actorder-qwen3moe").path
     words = ["sweep", str(path), "--db", str(db), "--tokens", "1", "--backends", "emulation"]
     assert main([*words, "--tp", "2"]) == 0
     layer = FusedMoE.from_checkpoint(path, 0, tp_rank=1, tp_size=2, db=db)

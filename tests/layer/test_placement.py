@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from autosel import FusedMoE, load_moe_layers
+from autosel.checkpoint import Checkpoint
 from autosel.core import Problem, QuantScheme, Routing
 from autosel.errors import AutoselError, CheckpointError, RoutingError
 from autosel.layer_moe_wna16 import MoeWna16Parameters
@@ -208,7 +209,17 @@ def test_biases_that_were_never_loaded_are_named():
 # what the weights say beyond their description ---------------------------------------------------
 
 
-def test_zero_points_that_only_a_later_expert_has_count(get_checkpoint, tmp_path):
+class Described:
+    """A checkpoint's layer as its headers and expert 0 describe it."""
+
+    def __init__(self, source):
+        described = Checkpoint.open(source.path).layer(source.layer).problem
+        self.problem = replace(described, act_dtype=source.act_dtype)
+        self.label, self.load = source.label, source.load
+
+
+@pytest.mark.parametrize("described", [False, True], ids=["exact", "described"])
+def test_zero_points_that_only_a_later_expert_has_count(get_checkpoint, tmp_path, described):
     """Declared symmetric, and expert 0 is: the description says so, another expert is not."""
     folder = repeat_layer(
         get_checkpoint("gptq-v1-w4-g64-sym-actorder-qwen3moe").path, tmp_path / "model", 1
@@ -217,10 +228,12 @@ def test_zero_points_that_only_a_later_expert_has_count(get_checkpoint, tmp_path
     name = next(n for n in tensors if ".experts.2." in n and n.endswith("down_proj.qzeros"))
     tensors[name] = torch.full_like(tensors[name], 0x33333333)
     save_file(tensors, folder / "model.safetensors")
+    source = CheckpointSource(str(folder), 0, act_dtype="float32")
+    assert Described(source).problem.w2.symmetric
     with pytest.warns(UserWarning, match="declared symmetric"):
-        layer = FusedMoE.from_checkpoint(folder, 0, act_dtype="float32")
+        layer = FusedMoE.from_source(Described(source) if described else source)
     assert not layer.problem.w2.symmetric
-    experts = CheckpointSource(str(folder), 0, act_dtype="float32").load()
+    experts = source.load()
     assert layer.problem == experts.problem
     x, _, weights = call(layer)
     ids = torch.tensor([[2, 0]] * len(x))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -30,10 +31,14 @@ from autosel.cli.report import Report, note
 
 if TYPE_CHECKING:
     from autosel.cli.progress import SweepProgress
-    from autosel.cli.target import Target
+    from autosel.cli.stand_ins import Failures
+    from autosel.cli.target import Layer, Target
     from autosel.core import Device, Plan
     from autosel.store import Store
     from autosel.tune_types import SweepResult, SweepSettings
+
+    #: What was swept, in order.
+    Results = list[tuple[Layer, SweepResult]]
 
 #: A layer whose turn comes when the budget is used up still gets one candidate a token count.
 _LEAST_BUDGET_S = 0.01
@@ -134,11 +139,13 @@ def command(
 ) -> Report:
     """Pack, verify and time every backend that can run the layer; store it all and decide.
 
-    Layers of a checkpoint that are alike are swept once. Ctrl-C keeps what is measured; the same
-    command goes on from there.
+    Layers of a checkpoint that are alike are swept once, by the first of them that can be read; one
+    that cannot does not stop the others, and the status is 1 then. Ctrl-C keeps what is measured;
+    the same command goes on from there.
     """
     from autosel import registry
     from autosel.cli.progress import SweepProgress
+    from autosel.cli.stand_ins import Failures
     from autosel.cli.target import check_routing, resolve
     from autosel.device import detect
     from autosel.engine_export import read_tuned
@@ -174,25 +181,30 @@ def command(
     found = resolve(target, layer_options)
     check_routing(routing, found)
     here = detect(device)
+    failures = Failures(found)
     with Store.open(db) as store, SweepProgress() as progress:
-        results, interrupted = _sweep(found, settings, here, store, progress)
+        results, interrupted = _sweep(found, settings, here, store, progress, failures)
         plans = [
-            _plan(found, result, len(layer.indices), settings, store)
-            for layer, result in zip(found.layers, results, strict=False)
+            _plan(found, result, len(layer.indices), settings, store) for layer, result in results
         ]
         place = str(store.path) if store.path else None
     again = shlex.join(["autosel", *(word for word in args if word != "--fresh")])
     _say_what_was_kept(progress, place, interrupted, again)
-    return _report(found, here, results, plans, place, interrupted)
+    return _report(found, here, results, plans, place, interrupted, failures)
 
 
 def _sweep(
-    target: Target, settings: SweepSettings, device: Device, store: Store, progress: SweepProgress
-) -> tuple[list[SweepResult], bool]:
-    """One sweep for each kind of layer; whether Ctrl-C ended it."""
+    target: Target,
+    settings: SweepSettings,
+    device: Device,
+    store: Store,
+    progress: SweepProgress,
+    failures: Failures,
+) -> tuple[Results, bool]:
+    """One sweep for each kind of layer that can be read; whether Ctrl-C ended it."""
     from autosel.tune import sweep
 
-    results: list[SweepResult] = []
+    results: Results = []
     began = time.monotonic()
     try:
         for number, layer in enumerate(target.layers):
@@ -202,7 +214,10 @@ def _sweep(
                 left = settings.budget_s - (time.monotonic() - began)
                 share = max(left / (len(target.layers) - number), _LEAST_BUDGET_S)
                 mine = replace(settings, budget_s=share)
-            results.append(sweep(layer.source, mine, device=device, store=store, observer=progress))
+            run = partial(sweep, settings=mine, device=device, store=store, observer=progress)
+            result = failures.work(layer, run)
+            if result is not None:
+                results.append((layer, result))
     except KeyboardInterrupt:
         return results, True
     return results, False
@@ -242,10 +257,11 @@ def _say_what_was_kept(
 def _report(
     target: Target,
     device: Device,
-    results: list[SweepResult],
+    results: Results,
     plans: list[Plan | None],
     place: str | None,
     interrupted: bool,
+    failures: Failures,
 ) -> Report:
     from autosel.cli.decisions import left_out_table, outcome_table, why_lines
     from autosel.cli.plans import copies_line, short_lines
@@ -254,7 +270,7 @@ def _report(
 
     parts: list[Any] = []
     answers: list[dict[str, Any]] = []
-    for layer, result, plan in zip(target.layers, results, plans, strict=False):
+    for (layer, result), plan in zip(results, plans, strict=True):
         title = f"{layer.label}: {problem_text(result.problem)}; {result.routing} routing"
         # The decisions come last, where the eye is when the command ends.
         parts += [left_out_table(result.outcomes), outcome_table(result.outcomes, title)]
@@ -294,11 +310,12 @@ def _report(
         "device": device.to_dict(),
         "database": place,
         "interrupted": interrupted,
+        "failed": failures.to_list(),
         "answers": answers,
     }
-    status = 130 if interrupted else 0
-    if results and not interrupted and not any(result.decisions for result in results):
-        names = {item.candidate.backend for r in results for item in r.rejected(1)}
+    status = max(failures.say("swept"), 130 if interrupted else 0)
+    if results and not interrupted and not any(result.decisions for _, result in results):
+        names = {item.candidate.backend for _, r in results for item in r.rejected(1)}
         note(f"error: nothing usable here: none of {len(names)} backends may be chosen (see above)")
         status = 1
     return Report(data, [part for part in parts if part], status)

@@ -20,6 +20,7 @@ from autosel.cli.report import Report, Table, note
 
 if TYPE_CHECKING:
     from autosel.core import Certificate, Measurement
+    from autosel.sources import WeightSource
 
 
 @click.command(cls=Command)
@@ -48,10 +49,11 @@ def command(
     """Judge every backend that can run the layer on the full set of cases; time nothing.
 
     Each backend's default here, and the stored winners. Shows what is proven of each and keeps the
-    certificates. Status 1 when a candidate is wrong, or, with --require, when none has what is
-    required.
+    certificates. Status 1 when a candidate is wrong, a layer cannot be read, or, with --require,
+    when none has what is required.
     """
     from autosel.cli.progress import SweepProgress
+    from autosel.cli.stand_ins import Failures
     from autosel.cli.target import resolve
     from autosel.device import detect
     from autosel.store import Store
@@ -62,14 +64,20 @@ def command(
     answers = []
     parts: list[str | Table] = []
     failed, fit = 0, True
+    failures = Failures(found)
     with Store.open(db) as store, SweepProgress() as progress:
+
+        def judged(source: WeightSource) -> list[Measurement]:
+            rows = verify_layer(
+                source, here, backends=backends, store=store, seed=seed, observer=progress
+            )
+            return list(rows)
+
         for layer in found.layers:
             progress.label = layer.label
-            rows = list(
-                verify_layer(
-                    layer.source, here, backends=backends, store=store, seed=seed, observer=progress
-                )
-            )
+            rows = failures.work(layer, judged)
+            if rows is None:
+                continue
             ran = [row for row in rows if row.status != "unsupported"]
             failed += sum(row.status != "ok" for row in ran)
             fit = fit and any(not lacking(row, require) for row in ran)
@@ -87,11 +95,13 @@ def command(
         "device": here.to_dict(),
         "database": place,
         "required": list(require),
+        "failed": failures.to_list(),
         "answers": answers,
     }
     if require and not fit:
         note(f"error: no candidate is certified for {', '.join(require)}")
-    return Report(data, parts[:-1], 1 if failed or (require and not fit) else 0)
+    unread = failures.say("judged")
+    return Report(data, parts[:-1], 1 if failed or unread or (require and not fit) else 0)
 
 
 def lacking(row: Measurement, require: tuple[str, ...]) -> str:
