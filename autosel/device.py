@@ -7,7 +7,6 @@ described like any other: as its CPU.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import hashlib
 import json
@@ -24,7 +23,7 @@ import torch
 from autosel import cpuinfo, kernel_identity
 from autosel.core import Device
 from autosel.errors import AutoselError, field_error
-from autosel.failures import CAUGHT
+from autosel.failures import ignored
 
 Kind = Literal["cpu", "cuda", "rocm", "xpu"]
 
@@ -246,7 +245,7 @@ def package_versions(kind: Kind) -> tuple[tuple[str, str], ...]:
             continue
     for backend in backends:
         if not found.keys() >= {*backend.distributions}:
-            with contextlib.suppress(*CAUGHT):  # a plugin's mistake is not the device's
+            with ignored():  # a plugin's mistake is not the device's
                 found = {**backend.unpackaged(), **found}
     found["torch"] = torch.__version__
     toolkit = torch.version.hip or torch.version.cuda

@@ -83,8 +83,8 @@ class StatusChange:
 
 @dataclass(frozen=True, slots=True)
 class ResultDiff:
-    """Everything that differs. ``machines`` are pairs' differing fields of device and software,
-    ``only_first`` and ``only_second`` layers that one side alone has.
+    """Everything that differs. ``machines`` are pairs' differing fields of device, software and
+    way of timing, ``only_first`` and ``only_second`` layers that one side alone has.
     """
 
     cells: tuple[Cell, ...]
@@ -135,17 +135,18 @@ def compare_results(
     pairs, only_first, only_second = _paired(first, second, any_device)
     cells = tuple(cell for one, two in pairs for cell in _cells(one, two, threshold))
     if not any(cell.kind != "missing" for cell in cells):
-        raise AutoselError(
-            field_error(
-                "diff", "layers and token counts in both", _known(first) + " against "
-                + _known(second), "at least one, on the same device",
-            )
-        )  # fmt: skip
+        what, expected = "layers and routing in both", "at least one, on the same device"
+        if pairs:
+            what = "decisions of the same layer at the same token count"
+            expected = "at least one that either side has"
+        found = f"{_known(first)} against {_known(second)}"
+        raise AutoselError(field_error("diff", what, found, expected))
     machines: list[tuple[str, tuple[Difference, ...]]] = []
     for one, two in pairs:
         fields = (
             *hardware_differences(one.device, two.device),
             *version_differences(one.device, two.device),
+            *_timing_differences(one, two),
         )
         # An unnamed device differs from itself; that is for look-ups, not for telling changes.
         real = tuple(item for item in fields if item.wanted != item.stored)
@@ -162,8 +163,22 @@ def compare_results(
     )
 
 
+def _timing_differences(one: Evidence, two: Evidence) -> Iterator[Difference]:
+    """In how the times were taken: another clock or page size is another measurement."""
+    left, right = (records.newest_mode(side.measurements) for side in (one, two))
+    if left is not None and right is not None:
+        for name in sorted(left.keys() | right.keys()):
+            yield Difference(f"timing {name}", left.get(name), right.get(name))
+
+
 def _known(found: Sequence[Evidence]) -> str:
-    names = sorted({f"{one.label} on {one.device.name or 'an unnamed device'}" for one in found})
+    names = sorted(
+        {
+            f"{one.label}, {one.routing} routing, on {one.device.name or 'an unnamed device'}"
+            f" at {', '.join(map(str, one.token_counts)) or 'no'} tokens"
+            for one in found
+        }
+    )
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return (", ".join(names[:3]) or "nothing") + more
 

@@ -12,10 +12,19 @@ from autosel import workspace
 from autosel.core import Params, Problem, Routing
 from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RoutingError, field_error
-from autosel.expert_map import check_expert_map, local_map, localize
+from autosel.expert_map import check_expert_map, is_plain, local_map, localize
 from autosel.interfaces import Backend, PackedExperts
 
-__all__ = ["apply", "check_expert_map", "local_map", "localize"]
+__all__ = [
+    "apart",
+    "apply",
+    "check_expert_map",
+    "check_result",
+    "check_strided",
+    "check_writable",
+    "local_map",
+    "localize",
+]
 
 
 def apply(
@@ -37,7 +46,7 @@ def apply(
                 expert is elsewhere, is not served here and adds nothing, whatever its weight.
     expert_map  integer ``[num_experts]``: local id of each global expert, negative where it is
                 elsewhere. It may be left out only where this rank holds all experts.
-    out         written and returned when given (any strides; it may share memory with ``x``)
+    out         written and returned when given (any strides; it may share memory with the others)
 
     checked_map  the map has been through :func:`check_expert_map` before
 
@@ -66,14 +75,15 @@ def apply(
             )
         if x.shape[0] == 0:
             return torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-        if out is not None and out.is_contiguous() and not _share_memory(out, x):
+        if not is_plain(x):
+            x = workspace.empty(tuple(x.shape), x.dtype, x.device).copy_(x)
+        read = (x, local.topk_ids, local.topk_weights)
+        if out is not None and is_plain(out) and apart(out, *read):
             buffer = out
         else:
             # Without `out` the result is the caller's; else it is copied there from planned memory.
             make = torch.empty if out is None else workspace.empty
             buffer = make(tuple(x.shape), dtype=x.dtype, device=x.device)
-        if not x.is_contiguous():
-            x = workspace.empty(tuple(x.shape), x.dtype, x.device).copy_(x)
         result = backend.run(packed, x, local, params, buffer)
         check_result(backend, result, buffer)
         return buffer if out is None or out is buffer else out.copy_(buffer)
@@ -96,10 +106,41 @@ def _check_out(out: torch.Tensor, x: torch.Tensor) -> None:
     ):
         if found != expected:
             raise AutoselError(field_error("out", what, found, expected))
+    check_writable(out)
 
 
-def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def check_writable(out: torch.Tensor) -> None:
+    """AutoselError where several elements of ``out`` are one place in memory."""
+    sizes = zip(out.shape, out.stride(), strict=True)
+    if any(size > 1 and step == 0 for size, step in sizes):
+        found = f"strides {list(out.stride())} (expanded)"
+        raise AutoselError(field_error("out", "memory", found, "a place for each element"))
+
+
+def apart(out: torch.Tensor, *read: torch.Tensor) -> bool:
+    """Whether no byte of ``out``, which is contiguous, belongs to the span of another tensor."""
+    start, size = out.data_ptr(), out.nbytes
+    for tensor in read:
+        ahead = tensor.data_ptr() - start  # bytes
+        if ahead < size and -ahead < _span(tensor):
+            return False
+    return True
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first value to the end of its last one."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    reach = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (reach + 1) * tensor.element_size()
+
+
+def check_strided(**tensors: torch.Tensor | None) -> None:
+    """AutoselError for what is laid out in another way than by strides: sparse, nested."""
+    for name, tensor in tensors.items():
+        if tensor is not None and (tensor.layout != torch.strided or tensor.is_nested):
+            found = "nested" if tensor.is_nested else tensor.layout
+            raise AutoselError(field_error(name, "layout", found, torch.strided))
 
 
 def check_result(backend: Backend, result: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

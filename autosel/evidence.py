@@ -18,11 +18,12 @@ from autosel.expert_map import local_range
 from autosel.identity import hardware_differences, version_differences
 from autosel.racing_bounds import PairedRatio
 from autosel.rank_problem import rank_problem
-from autosel.records import Timing, of_newest_mode
+from autosel.records import Timing, fits, newest_mode, of_newest_mode
 from autosel.roofline import Ceilings, RooflinePoint, roofline
 from autosel.routing_file import is_known
 from autosel.routing_synthetic import make_routing
 from autosel.safe_text import printable
+from autosel.sources import MADE_UP
 from autosel.stats import LogRatio
 from autosel.store import Store, Sweep
 
@@ -43,6 +44,7 @@ class Evidence:
     command   what made it, where that was not `autosel sweep`
     swept     the `autosel sweep` that made it, with its options, where that is known
     target    the words that name the layer on a command line; empty where they are not known
+    from_database  False for what a pack or an export holds, which no `--db` can name
     figures   for a published table, which has no samples: what its numbers are. Its times are
               drawn, and nothing is claimed about their noise.
     """
@@ -63,6 +65,7 @@ class Evidence:
     target: str = ""
     command: str = ""
     swept: str = ""
+    from_database: bool = True
 
     @property
     def correct(self) -> tuple[Measurement, ...]:
@@ -124,7 +127,12 @@ def gather(
     """
     mode = tuple(sorted((timing or COLD).items()))
     measurements = of_newest_mode(store.measurements(problem, device, routing, timing=mode))
-    decisions = store.decisions(problem, device, routing, timing=mode, allow_a8=True)
+    newest = newest_mode(measurements)
+    decisions = [
+        stored.decision
+        for stored in store.stored_decisions(problem, device, routing, timing=mode)
+        if fits(stored.mode, newest)
+    ]
     nearest = store.nearest(problem, device, routing)
     everywhere = [sweep for sweep in store.sweeps() if sweep.device == device]
     sweeps = tuple(
@@ -161,8 +169,14 @@ def gather_all(
     for entry in store.entries():
         if (wanted is None or entry.device in wanted) and routing in (None, entry.routing):
             one = gather(store, entry.problem, entry.device, routing=entry.routing, timing=timing)
-            if one.measurements:
-                told = [sweep.label for sweep in one.sweeps if sweep.label]
+            # Rows of candidates that were never timed belong to every way of timing.
+            timed = any(m.status == "ok" for m in one.measurements) or bool(one.decisions)
+            key = (entry.problem, entry.device, entry.routing)
+            if timed or (
+                one.measurements and all(m.status != "ok" for m in store.measurements(*key))
+            ):
+                labels = [sweep.label for sweep in one.sweeps]
+                told = [label for label in labels if label and not label.startswith(MADE_UP)]
                 label = preset_label(one.problem) or (told[-1] if told else one.label)
                 target = preset_target(one.problem)
                 found.append(replace(one, label=printable(label), target=target))

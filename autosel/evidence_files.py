@@ -17,7 +17,7 @@ from autosel import records, sqlite_file
 from autosel.atomic import SQLITE_HEAD
 from autosel.core import Decision, Device, ErrorFigures, Measurement, Problem, TokenBucket
 from autosel.errors import AutoselError, StoreError, field_error
-from autosel.evidence import Evidence, gather_all, label_of
+from autosel.evidence import Evidence, gather_all, label_of, preset_target
 from autosel.packs import content
 from autosel.packs.strict_json import parse, read_bytes
 from autosel.records import Timing
@@ -96,6 +96,8 @@ def _pack(path: Path, timing: Mapping[str, Any] | None) -> list[Evidence]:
             decisions=entry.decisions,
             newest=entry.decided,
             certificates=entry.certificates,
+            target=preset_target(entry.problem),
+            from_database=False,
         )
         for entry in pack.entries
         if _same(asked, entry.timing)
@@ -110,7 +112,9 @@ def _export(data: Any, where: str, timing: Mapping[str, Any] | None) -> list[Evi
     asked = _asked(timing)
     if data.get("version") != 1:
         raise StoreError(field_error(where, "version", repr(data.get("version")), 1))
-    rows: dict[tuple[Problem, Device, str], tuple[list[Measurement], list[Decision]]] = {}
+    rows: dict[
+        tuple[Problem, Device, str], tuple[list[Measurement], list[tuple[Decision, Any]]]
+    ] = {}
     for number, item in enumerate(_list(data, "measurements", where)):
         m = _parsed(_measurement, item, f"{where}: measurements[{number}]")
         if _same(asked, records.timing_mode(m.timing)):
@@ -119,15 +123,25 @@ def _export(data: Any, where: str, timing: Mapping[str, Any] | None) -> list[Evi
         decision, device = _parsed(_decision, item, f"{where}: decisions[{number}]")
         if _same(asked, item.get("timing") or {}):
             key = (decision.problem, device, decision.routing)
-            rows.setdefault(key, ([], []))[1].append(decision)
-    return [
-        Evidence(
-            label=label_of(problem), problem=problem, device=device, routing=routing,
-            timing=asked, measurements=tuple(measured),
-            decisions=tuple(sorted(decided, key=lambda d: d.bucket.low)),
+            rows.setdefault(key, ([], []))[1].append((decision, item.get("timing") or {}))
+    found = []
+    for (problem, device, routing), (measured, decided) in rows.items():
+        newest = records.newest_mode(measured)
+        kept = [decision for decision, mode in decided if records.fits(mode, newest)]
+        found.append(
+            Evidence(
+                label=label_of(problem),
+                problem=problem,
+                device=device,
+                routing=routing,
+                timing=asked,
+                measurements=tuple(records.of_newest_mode(measured)),
+                decisions=tuple(sorted(kept, key=lambda d: d.bucket.low)),
+                target=preset_target(problem),
+                from_database=False,
+            )
         )
-        for (problem, device, routing), (measured, decided) in rows.items()
-    ]  # fmt: skip
+    return found
 
 
 def _list(data: Any, name: str, where: str) -> list[Any]:

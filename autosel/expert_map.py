@@ -44,12 +44,21 @@ def local_map(
     return ids.to(device)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a kernel finds the values at their places, with their own sign."""
+    return tensor.is_contiguous() and not tensor.is_neg()
+
+
 def check_expert_map(expert_map: torch.Tensor, problem: Problem) -> None:
     """Refuse a map of the wrong shape or type, or one that leads outside the local experts.
 
     Values are read only from a map on the CPU: reading them from a device would stall it (and
     break a graph capture). There :func:`localize` treats a local id out of range as elsewhere.
     """
+    if not isinstance(expert_map, torch.Tensor):
+        raise RoutingError(
+            field_error("expert_map", "type", type(expert_map).__name__, "an integer tensor")
+        )
     if expert_map.dtype not in _INTEGERS:
         raise RoutingError(field_error("expert_map", "dtype", expert_map.dtype, "an integer type"))
     if tuple(expert_map.shape) != (problem.num_experts,):
@@ -157,7 +166,7 @@ def _narrowed(ids: torch.Tensor, stop: int) -> torch.Tensor:
     """As contiguous int32; what is no expert stays none."""
     shape = tuple(ids.shape)
     if ids.dtype == torch.int32:
-        if ids.is_contiguous():
+        if is_plain(ids):
             return ids
         return workspace.empty(shape, torch.int32, ids.device).copy_(ids)
     ids = _widened(ids)
@@ -167,7 +176,7 @@ def _narrowed(ids: torch.Tensor, stop: int) -> torch.Tensor:
 
 
 def _plain_floats(weights: torch.Tensor) -> torch.Tensor:
-    if weights.dtype == torch.float32 and weights.is_contiguous():
+    if weights.dtype == torch.float32 and is_plain(weights):
         return weights
     return workspace.empty(tuple(weights.shape), torch.float32, weights.device).copy_(weights)
 

@@ -12,8 +12,16 @@ import torch
 from autosel import layer_op
 from autosel.canonical import check_experts
 from autosel.core import CanonicalExperts, Problem
+from autosel.dispatch import check_strided, check_writable
 from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RoutingError, field_error
+from autosel.layer_arguments import (
+    check_options,
+    check_out,
+    check_tensors,
+    check_token_counts,
+    shared_rows,
+)
 from autosel.layer_build import (
     DEFAULTS,
     LayerOptions,
@@ -68,7 +76,10 @@ class FusedMoE(PackedModule):
         self.shared_experts = shared_experts
         self.reduce_group = reduce_group
         self._op_name = layer_op.enroll(runtime)
-        bias = None if correction_bias is None else correction_bias.to(runtime.device)
+        bias = correction_bias
+        if bias is not None:  # in memory of its own: the caller's tensor may change later
+            with torch.inference_mode(False):
+                bias = bias.detach().resolve_neg().to(runtime.device, copy=True)
         self.register_buffer("correction_bias", bias, persistent=False)
 
     # building --------------------------------------------------------------------------------
@@ -98,6 +109,7 @@ class FusedMoE(PackedModule):
         from autosel.checkpoint import Checkpoint
 
         with making(options):
+            check_options({"path": path, "tp_rank": tp_rank, "tp_size": tp_size})
             source = CheckpointSource(str(path), layer, tp_rank, tp_size, act_dtype=act_dtype)
             placed = options.get("expert_map")
             if placed is not None:
@@ -126,6 +138,9 @@ class FusedMoE(PackedModule):
             if isinstance(source, CheckpointSource):
                 model = source.path
                 check_held(source, options)
+            if not hasattr(source, "load"):
+                found = type(source).__name__
+                raise AutoselError(field_error("FusedMoE", "source", found, "a WeightSource"))
             problem = source.problem
         return cls._build(lambda where: source.load(where), problem, source.label, options, model)
 
@@ -139,6 +154,9 @@ class FusedMoE(PackedModule):
         Raises CheckpointError for tensors that disagree with the experts' problem.
         """
         with making(options):
+            if not isinstance(experts, CanonicalExperts):
+                found = type(experts).__name__
+                raise AutoselError(field_error("FusedMoE", "experts", found, "CanonicalExperts"))
             check_experts(experts)
         held: list[CanonicalExperts] = [experts]
 
@@ -204,9 +222,12 @@ class FusedMoE(PackedModule):
         """
         if others:
             refuse("FusedMoE.forward", others)
+        followed = seen_by_torch(x, topk_ids, topk_weights)
+        if followed:  # so is what is no tensor at all
+            check_tensors(x=x, topk_ids=topk_ids, topk_weights=topk_weights)
         shape = x.shape
-        if out is not None and out.shape != shape:
-            raise AutoselError(field_error("out", "shape", list(out.shape), list(shape)))
+        if out is not None and (type(out) is not torch.Tensor or out.shape != shape):
+            check_out(out, shape)
         if len(shape) != 2:
             for name, tensor in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
                 if tensor.dim() == len(shape) and tensor.shape[:-1] != shape[:-1]:
@@ -216,7 +237,7 @@ class FusedMoE(PackedModule):
             topk_ids = _rows("topk_ids", topk_ids)
             topk_weights = _rows("topk_weights", topk_weights)
         into = None
-        if seen_by_torch(x, topk_ids, topk_weights):
+        if followed:
             y = torch.ops.autosel.fused_moe(x, topk_ids, topk_weights, self._op_name)
         else:
             if out is not None and self._may_write(out, x, shared_experts_input):
@@ -226,11 +247,14 @@ class FusedMoE(PackedModule):
             torch.distributed.all_reduce(y, group=self.reduce_group)
         if self.shared_experts is not None:
             own = shared_experts_input if shared_experts_input is not None else x.view(shape)
-            y = y.add_(self.shared_experts(own).reshape(y.shape))
+            y = y.add_(shared_rows(self.shared_experts(own), y))
         if out is None:
             answer: torch.Tensor = y if len(shape) == 2 else y.view(shape)
             return answer
-        return out if into is not None else out.copy_(y.view(shape))
+        if into is None:
+            check_writable(out)
+            out.copy_(y.view(shape))
+        return out
 
     def _may_write(
         self, out: torch.Tensor, x: torch.Tensor, shared_input: torch.Tensor | None
@@ -259,6 +283,8 @@ class FusedMoE(PackedModule):
             raise RoutingError(
                 field_error("FusedMoE.apply_monolithic", "router", "none", "a RouterSpec")
             )
+        check_tensors(x=x, router_logits=router_logits)
+        check_strided(router_logits=router_logits)
         experts = self.problem.num_experts
         if router_logits.dim() == 0 or router_logits.shape[-1] != experts:
             found, wanted = list(router_logits.shape), f"[..., {experts} experts]"
@@ -290,6 +316,7 @@ class FusedMoE(PackedModule):
         To be called before a CUDA graph of that size is captured; left out, one for each bucket.
         """
         problem, device = self.problem, self._runtime.device
+        check_token_counts(token_counts)
         counts = token_counts or tuple(choice.bucket.measured for choice in self.choices)
         for count in counts:
             x = torch.zeros(

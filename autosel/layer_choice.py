@@ -65,13 +65,13 @@ class Choice:
 class Fault:
     """Why a choice cannot serve, as status and reason of a measurement.
 
-    ``values`` says that the reason lies in this layer's values.
+    ``tell``: the database is told, so that nobody tries it again.
     """
 
     choice: Choice
     status: Status
     reason: str
-    values: bool = False
+    tell: bool = True
 
 
 class Chooser:
@@ -130,7 +130,7 @@ class Chooser:
         """Whether the table stands; a fault is withdrawn, and the next table is without it."""
         if fault is None:
             return True
-        self.withdraw(fault.choice, fault.status, fault.reason, tell_database=not fault.values)
+        self.withdraw(fault.choice, fault.status, fault.reason, tell_database=fault.tell)
         return False
 
     def withdraw(
@@ -139,7 +139,8 @@ class Chooser:
         """Never choose that candidate again, here and in the database, and warn.
 
         Where only this layer's values are the reason the database is not told: other layers of
-        the same key keep the winner. Otherwise the failure is stored for each token count at
+        the same key keep the winner. Nor is it told where the next start may find more memory, or
+        the machine well again. Otherwise the failure is stored for each token count at
         which it is stored as correct: that is how a winner is given up. A default that the
         weights do not suit is no failure, so the next one is taken without a warning; its reason
         stands in :attr:`Choice.why`.
@@ -173,7 +174,7 @@ class Chooser:
             if d.bucket.measured not in known
         ]
         note = ""
-        if gone and tell_database:
+        if gone and tell_database and status != "oom":
             try:
                 with opened_database(self._db) as store:
                     store.add_measurements(gone)

@@ -77,7 +77,8 @@ class ExpertParameters(nn.Module):
         run = expert_range(problem.num_experts, ep_rank, ep_size)
         #: Global ids of the experts held, in the order in which they lie.
         self._local = tuple(run) if expert_map is None else held_experts(expert_map, problem)
-        self._expert_map = expert_map
+        # The caller's tensor may change before the layer is made.
+        self._expert_map = None if expert_map is None else expert_map.clone()
         self._tp_rank, self._tp_size = tp_rank, tp_size
         self._ep_rank, self._ep_size = ep_rank, ep_size
         hidden, inter = problem.hidden_size, problem.intermediate_size

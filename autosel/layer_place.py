@@ -17,14 +17,12 @@ from autosel.sources import CheckpointSource
 from autosel.verify import fingerprint
 
 
-def place(device: str | torch.device) -> tuple[torch.device, Device]:
+def place(device: str | torch.device, asked: str = "FusedMoE") -> tuple[torch.device, Device]:
     """The torch device, its index spelt out, and what is known of it."""
     try:
         where = torch.device(device)
-    except RuntimeError as error:
-        raise AutoselError(
-            field_error("FusedMoE", "device", repr(device), "a torch device")
-        ) from error
+    except (RuntimeError, TypeError) as error:
+        raise AutoselError(field_error(asked, "device", repr(device), "a torch device")) from error
     index = where.index or 0
     if where.type != "cpu" and where.index is None:
         index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
@@ -40,7 +38,8 @@ def expert_map_of(
     that misses an expert held here."""
     if given is not None:
         held_experts(given, problem, problem.num_local_experts)
-        return given.to(torch.int32)
+        # The caller's tensor may change later; this layer's map does not.
+        return given.resolve_neg().to(torch.int32, copy=True)
     held = expert_range(problem.num_experts, rank, size)
     if len(held) != problem.num_local_experts:
         raise RoutingError(
@@ -64,6 +63,8 @@ def held_experts(
     number, two in one place, a gap, and a map of another shape or type.
     """
     check_expert_map(expert_map, problem)
+    if expert_map.device.type == "meta":
+        raise RoutingError(field_error("expert_map", "device", "meta", "one that holds its values"))
     placed = sorted((place, e) for e, place in enumerate(expert_map.tolist()) if place >= 0)
     local = [place for place, _ in placed]
     count = max(len(local), 1) if count is None else count
@@ -90,7 +91,7 @@ def check_held(source: CheckpointSource, options: Mapping[str, Any]) -> None:
 def weights_id(experts: CanonicalExperts) -> str:
     """Tells one layer's weights from another's of the same shape, at the cost of two experts."""
     parts = [
-        f"{fingerprint(tensor[expert]):016x}"
+        f"{fingerprint(tensor[expert].resolve_neg()):016x}"
         for weight in (experts.w13, experts.w2)
         for tensor in weight.tensors.values()
         for expert in (0, -1)

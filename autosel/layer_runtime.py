@@ -11,62 +11,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NoReturn
+from typing import Any
 
 import torch
 
 from autosel import registry, workspace
 from autosel.compare import compare
-from autosel.core import CanonicalExperts, Device, Params, Problem, Routing, Status, Support
-from autosel.dispatch import apply, check_result
+from autosel.core import CanonicalExperts, Routing, Status
+from autosel.dispatch import apply, check_result, check_strided
 from autosel.dtypes import torch_dtype
 from autosel.errors import AutoselError, RankError, UnsupportedError, field_error
 from autosel.expert_map import local_ids
-from autosel.failures import CAUGHT, failed, is_out_of_memory
-from autosel.interfaces import Backend, Layout, PackedExperts
+from autosel.failures import failed, is_out_of_memory, is_passing
+from autosel.handlers import let_through
+from autosel.interfaces import Backend, PackedExperts
 from autosel.layer_check import Probe, make_probe
 from autosel.layer_choice import Choice, Chooser, Fault
 from autosel.layer_lookup import Lookup
 from autosel.layer_surroundings import capturing, for_building, for_calls, undisturbed
+from autosel.layer_watched import RunFailedError, Watched
 from autosel.ranks_choice import SharedChooser
 
 #: Gives the layer's weights, or raises AutoselError where they are gone for good.
 Loader = Callable[[], CanonicalExperts]
-
-
-class RunFailedError(Exception):
-    """The backend itself raised, and not a check of what it was handed."""
-
-
-class _Watched(Backend):
-    """Marks what a backend's run raises, to tell it from a caller's mistake."""
-
-    name: ClassVar[str] = "watched"
-    summary: ClassVar[str] = ""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend, self._run = backend, backend.run
-        self.reads_any_ids = backend.reads_any_ids
-        self.label = backend.name
-
-    def supports(self, problem: Problem, device: Device) -> Support:
-        return self._backend.supports(problem, device)
-
-    def layout(self, problem: Problem, params: Params) -> Layout:
-        return self._backend.layout(problem, params)
-
-    def run(
-        self,
-        packed: PackedExperts,
-        x: torch.Tensor,
-        routing: Routing,
-        params: Params,
-        out: torch.Tensor,
-    ) -> torch.Tensor:
-        try:
-            return self._run(packed, x, routing, params, out)
-        except CAUGHT as error:
-            raise RunFailedError from error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,12 +49,13 @@ class Entry:
 class _FaultyError(Exception):
     """A candidate that cannot serve, with the status and reason of a measurement.
 
-    ``values`` says that the reason lies in this layer's values.
+    ``tell``: the database is to be told. Not where the reason lies in this layer's values, or may
+    be gone the next time.
     """
 
-    def __init__(self, status: Status, reason: str, *, values: bool = False) -> None:
+    def __init__(self, status: Status, reason: str, *, tell: bool = True) -> None:
         super().__init__(reason)
-        self.status, self.reason, self.values = status, reason, values
+        self.status, self.reason, self.tell = status, reason, tell
 
 
 class LayerRuntime:
@@ -147,11 +115,12 @@ class LayerRuntime:
         compiled: bool,
     ) -> torch.Tensor:
         while True:
-            entry = self._table.at(x.shape[0])
+            shape = x.shape
+            entry = self._table.at(shape[0])
             # Inside torch.compile the compiled graph plans memory, and its pools are private.
             held = None if compiled else workspace.begin(self.device)
             try:
-                routing = self._ready(entry, x, topk_ids, topk_weights, out, trusted)
+                routing = self._ready(entry, shape, x, topk_ids, topk_weights, out, trusted)
                 if routing is not None:
                     return self._direct(entry, x, routing, out)
                 return apply(
@@ -168,8 +137,14 @@ class LayerRuntime:
                 cause = error.__cause__
                 assert cause is not None
                 failure = cause
+            except RuntimeError:
+                # What torch says of a sparse tensor is no line for a user.
+                check_strided(x=x, topk_ids=topk_ids, topk_weights=topk_weights, out=out)
+                raise
             finally:
                 workspace.end(held)
+            # A kernel cannot read such tensors: that is the caller's mistake.
+            check_strided(x=x, topk_ids=topk_ids, topk_weights=topk_weights, out=out)
             self._replace(entry, failure, x.shape[0])
 
     def _direct(
@@ -186,6 +161,7 @@ class LayerRuntime:
     def _ready(
         self,
         entry: Entry,
+        shape: torch.Size,
         x: torch.Tensor,
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
@@ -193,37 +169,55 @@ class LayerRuntime:
         trusted: bool,
     ) -> Routing | None:
         """The routing as the backend may have it at once, or None where more is to be done.
+        ``shape`` is that of ``x``.
 
         Looks at metadata alone; values of ids are the kernel's own matter, or the caller's.
         """
-        any_ids, placed, rows = entry.backend.reads_any_ids, self.expert_map, x.shape[0]
+        any_ids, placed, rows = entry.backend.reads_any_ids, self.expert_map, shape[0]
+        # A negated view holds its values with the wrong sign until it is copied.
         if not (
             (any_ids or (trusted and placed is None))
             and rows > 0
             and x.dtype is self._dtype
             and topk_weights.dtype is torch.float32
-            and x.shape == (rows, self._width)
+            and shape == (rows, self._width)
             and topk_ids.shape == topk_weights.shape == (rows, self._top_k)
             and x.is_contiguous()
             and topk_weights.is_contiguous()
+            and not x.is_neg()
+            and not topk_weights.is_neg()
             and x.device == topk_ids.device == topk_weights.device == self.device
-            and (out is None or self._apart(out, x))
+            and (out is None or self._apart(out, x, topk_ids, topk_weights))
         ):
             return None
-        if placed is None and topk_ids.dtype is torch.int32 and topk_ids.is_contiguous():
+        if (
+            placed is None
+            and topk_ids.dtype is torch.int32
+            and topk_ids.is_contiguous()
+            and not topk_ids.is_neg()
+        ):
             return Routing(topk_ids, topk_weights)
         if any_ids and topk_ids.dtype in (torch.int32, torch.int64):
             return Routing(local_ids(topk_ids, self.problem, placed), topk_weights)
         return None
 
-    def _apart(self, out: torch.Tensor, x: torch.Tensor) -> bool:
-        """Whether a backend may write into ``out`` while it reads ``x``."""
-        return (
+    def _apart(
+        self, out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    ) -> bool:
+        """Whether a backend may write into ``out``, which is shaped like ``x``, while it reads the
+        others. Of these only ids may have gaps, and such ids are copied first."""
+        if not (
             out.dtype is x.dtype
-            and out.shape == x.shape
             and out.device == x.device
             and out.is_contiguous()
-            and out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+            and not out.is_neg()
+        ):
+            return False
+        start, size = out.data_ptr(), out.nbytes
+        return not (
+            -size < x.data_ptr() - start < size
+            or -weights.nbytes < weights.data_ptr() - start < size
+            or -ids.nbytes < ids.data_ptr() - start < size
         )
 
     # building --------------------------------------------------------------------------------
@@ -264,7 +258,7 @@ class LayerRuntime:
                     self._prove(entry, source)
                     proven[choice.candidate] = entry
             except _FaultyError as fault:
-                return entries, Fault(choice, fault.status, fault.reason, fault.values)
+                return entries, Fault(choice, fault.status, fault.reason, fault.tell)
             entries.append(entry)
         return entries, None
 
@@ -278,7 +272,7 @@ class LayerRuntime:
                 raise _FaultyError("unsupported", str(support))
             step = "layout"
             layout = backend.layout(self.problem, params)
-        except CAUGHT as error:
+        except Exception as error:
             raise _faulty(error, candidate.backend, step) from error
         if layout.key != candidate.layout:
             where = f"{candidate.backend} layout"
@@ -289,10 +283,10 @@ class LayerRuntime:
                 self._packed[layout.key] = layout.pack(experts)
                 _synchronize(self.device)
             except UnsupportedError as error:
-                raise _FaultyError("unsupported", str(error), values=True) from error
-            except CAUGHT as error:
+                raise _FaultyError("unsupported", str(error), tell=False) from error
+            except Exception as error:
                 raise _faulty(error, candidate.backend, "pack") from error
-        return Entry(choice, _Watched(backend), self._packed[layout.key], params)
+        return Entry(choice, Watched(backend), self._packed[layout.key], params)
 
     def _prove(self, entry: Entry, source: _Once) -> None:
         """First run, and the comparison with the reference."""
@@ -316,7 +310,7 @@ class LayerRuntime:
             cause = error.__cause__
             assert cause is not None
             raise _faulty(cause, name, "first run") from cause
-        except CAUGHT as error:
+        except Exception as error:
             raise _faulty(error, name, "first run") from error
         accuracy = registry.get(name).accuracy(entry.params)
         verdict = compare(
@@ -337,21 +331,23 @@ class LayerRuntime:
         device every candidate would fail.
         """
         if is_out_of_memory(cause) or capturing(self.device):
-            _raise(cause)
+            raise cause from None
         if isinstance(self._chooser, SharedChooser):
             # The other ranks run this candidate and may already wait for its output.
             where = f"{entry.choice.candidate.key} failed in a call on one rank of several"
             raise RankError(f"{where}: {' '.join(str(cause).split())}") from cause
         try:
             _synchronize(self.device)
-        except Exception:
-            _raise(cause)
+        except Exception as error:
+            let_through(error)
+            raise cause from None
         with self._lock:
             if self._table.at(num_tokens).choice.candidate != entry.choice.candidate:
                 return  # another thread was first
             where = f"{entry.choice.candidate.backend} run with {num_tokens} tokens"
             status, reason = failed(cause, where)
-            self._chooser.withdraw(entry.choice, status, reason)
+            tell = not is_passing(cause)
+            self._chooser.withdraw(entry.choice, status, reason, tell_database=tell)
             try:
                 self._table = self._build()
             except AutoselError as error:
@@ -375,11 +371,7 @@ class _Once:
 def _faulty(error: BaseException, backend: str, step: str) -> _FaultyError:
     if isinstance(error, _FaultyError):
         return error
-    return _FaultyError(*failed(error, f"{backend} {step}"))
-
-
-def _raise(cause: BaseException) -> NoReturn:
-    raise cause from None
+    return _FaultyError(*failed(error, f"{backend} {step}"), tell=not is_passing(error))
 
 
 def _synchronize(device: torch.device) -> None:

@@ -1,25 +1,29 @@
 """Builds the C++ of ``kernels/csrc`` with the system compiler and loads it.
 
 The sources have a plain C interface, so no torch headers are needed and a build takes seconds. The
-library is kept in the user's cache folder under the hash of everything it was made from: sources,
-compiler, flags and the processor's instruction sets.
+library is kept in the user's cache folder under the hash of everything it was made from (sources,
+compiler, flags and the processor's instruction sets) and the hash of its content. It runs as this
+user, so only one that nobody else can have written, and that is whole, is loaded.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
+import warnings
 from importlib import resources
 from pathlib import Path
 
 import platformdirs
 
-from autosel.errors import UnsupportedError
+from autosel.errors import UnsupportedError, field_error
 
 SOURCES = (
     "wna16_moe.cpp",
@@ -78,11 +82,57 @@ def cache_dir() -> Path:
     return Path(override) if override else Path(platformdirs.user_cache_dir("autosel"))
 
 
-def _build(cxx: str, flags: tuple[str, ...], target: Path) -> None:
+class _ForeignError(Exception):
+    """The folder is not only ours to write, in one line: what lies there may be anybody's code."""
+
+
+def _foreign(status: os.stat_result) -> str | None:
+    """Who else may change this, or None. Systems without users' numbers keep folders private."""
+    if not hasattr(os, "geteuid"):
+        return None
+    if status.st_uid not in (0, os.geteuid()):
+        return f"owner {status.st_uid}"
+    others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return f"mode {stat.S_IMODE(status.st_mode):o}" if others else None
+
+
+def _private(folder: Path) -> None:
+    """Make the folder, or raise _ForeignError where others may write to it."""
+    folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+    status = folder.stat()
+    if hasattr(os, "geteuid") and status.st_uid == os.geteuid() and _foreign(status):
+        # Made under a lax umask. Files of others that are in it are told by their owner.
+        folder.chmod(stat.S_IMODE(status.st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH))
+        status = folder.stat()
+    found = _foreign(status)
+    if found:
+        expected = "a folder that only this user can write to"
+        raise _ForeignError(field_error(f"CPU kernel: {folder}", "folder", found, expected))
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether the file is ours and has the hash that its name ends with.
+
+    Loading half a library ends the process, and loading somebody else's runs it.
+    """
+    try:
+        descriptor = os.open(library, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+        with open(descriptor, "rb") as file:
+            status = os.fstat(descriptor)
+            regular = stat.S_ISREG(status.st_mode) and not _foreign(status)
+            return regular and library.stem.endswith(f"-{_content_hash(file.read())}")
+    except OSError:
+        return False
+
+
+def _content_hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _build(cxx: str, flags: tuple[str, ...], folder: Path, name: str) -> Path:
     """Compile into a private file and rename: whoever comes second overwrites with equal bytes."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-        built = Path(scratch) / target.name
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        built = Path(scratch) / "library.so"
         done = subprocess.run(
             command(cxx, flags, built),
             capture_output=True,
@@ -93,7 +143,11 @@ def _build(cxx: str, flags: tuple[str, ...], target: Path) -> None:
         if done.returncode != 0:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or ["no message"]
             raise UnsupportedError(f"{cxx}: building the CPU kernel failed: {lines[0].strip()}")
-        built.replace(target)
+        built.chmod(0o755)
+        with built.open("rb+") as file:
+            target = folder / f"{name}-{_content_hash(file.read())}.so"
+            os.fsync(file.fileno())  # a power cut must not leave the name without the content
+        return built.replace(target)
 
 
 def load() -> ctypes.CDLL:
@@ -111,32 +165,39 @@ def build(flags: tuple[str, ...]) -> ctypes.CDLL:
         raise UnsupportedError(
             "CPU kernel: found no C++ compiler, required g++ or clang++ (or CXX)"
         )
-    name = f"libautosel-wna16-{_digest(cxx, flags)}.so"
-    target = cache_dir() / "native" / name
+    name = f"libautosel-wna16-{_digest(cxx, flags)}"
     try:
-        return _built_in(target, cxx, flags)
+        return _built_in(cache_dir() / "native", name, cxx, flags)
+    except _ForeignError as error:
+        warnings.warn(f"{error}; it is built anew in each process", RuntimeWarning, stacklevel=3)
     except OSError:
-        return _built_aside(name, cxx, flags)
+        pass
+    return _built_aside(name, cxx, flags)
 
 
 def _built_aside(name: str, cxx: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     """For a read-only or foreign cache folder: the library in a folder that does not stay."""
     try:
         with tempfile.TemporaryDirectory(prefix="autosel-", ignore_cleanup_errors=True) as folder:
-            return _built_in(Path(folder) / name, cxx, flags)  # once loaded, no file is needed
-    except OSError as error:
+            return _built_in(Path(folder), name, cxx, flags)  # once loaded, no file is needed
+    except (OSError, _ForeignError) as error:
         raise UnsupportedError(f"CPU kernel: {error}") from None
 
 
-def _built_in(target: Path, cxx: str, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """Build ``target`` unless it is there, and load it; OSError where neither works."""
+def _built_in(folder: Path, name: str, cxx: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library of ``folder``, built where no whole one is; OSError where neither works."""
+    _private(folder)
+    found = sorted(folder.glob(f"{name}-*.so"))
+    whole = [library for library in found if _is_whole(library)]
     try:
-        if not target.exists():
-            _build(cxx, flags, target)
+        target = whole[0] if whole else _build(cxx, flags, folder, name)
     except subprocess.TimeoutExpired:
         raise UnsupportedError(
             f"{cxx}: building the CPU kernel: found no end after {_TIMEOUT_S} s"
         ) from None
+    for damaged in set(found) - {*whole, target}:
+        with contextlib.suppress(OSError):
+            damaged.unlink()
     library = ctypes.CDLL(str(target))
     library.wna16_workspace_bytes.restype = ctypes.c_int64
     return library

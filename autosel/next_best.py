@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from autosel.core import Candidate, Decision, Measurement, Reason, TokenBucket
@@ -68,6 +68,17 @@ def named(
         decision, winner=candidate, winner_us=us, accuracy=accuracy, runner_up=None,
         runner_up_us=None, margin=None, margin_interval=None, tie=False, why=why, rejected=(),
     )  # fmt: skip
+
+
+def without(decision: Decision, gone: Collection[Candidate]) -> Decision:
+    """``decision`` with those among the rejected marked that failed on this machine."""
+    rejected = tuple(
+        replace(r, status="failed", reason="it failed on this machine")
+        if r.candidate in gone
+        else r
+        for r in decision.rejected
+    )
+    return replace(decision, rejected=rejected)
 
 
 def instead(

@@ -83,6 +83,9 @@ def get(
     preset = find(name)
     if experts is not None and experts < 1:
         raise ConfigError(field_error(f"preset {preset.name}", "experts", experts, "at least 1"))
+    if experts is not None and experts > preset.num_experts:
+        expected = f"at most {preset.num_experts}, as the model has"
+        raise ConfigError(field_error(f"preset {preset.name}", "experts", experts, expected))
     num_experts = preset.num_experts if experts is None else experts
     _check_split(preset, "tp", tp, "intermediate size", preset.intermediate_size)
     _check_split(preset, "ep", ep, "experts", num_experts)

@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from autosel import float32
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
@@ -62,11 +64,19 @@ class ProcessState:
                 continue
             wanted = self.values[setting.name]
             with contextlib.suppress(Exception):
-                if setting.read() != wanted:
+                if _differs(setting, wanted):
                     setting.write(wanted)
                     changed.append(setting.name)
         _cancel_timers()
         return tuple(changed)
+
+
+def _differs(setting: Setting, wanted: Any) -> bool:
+    try:
+        return bool(setting.read() != wanted)
+    except Exception:
+        # It could be read before: the folder is gone, or two interfaces contradict each other.
+        return True
 
 
 def _read_random() -> tuple[bytes, Any]:
@@ -148,18 +158,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("threads", torch.get_num_threads, torch.set_num_threads, shapes=True),
     Setting("default dtype", torch.get_default_dtype, torch.set_default_dtype, shapes=True),
     Setting("gradients", torch.is_grad_enabled, torch.set_grad_enabled, shapes=True),
-    Setting(
-        "float32 matmul precision",
-        torch.get_float32_matmul_precision,
-        torch.set_float32_matmul_precision,
-        shapes=True,
-    ),
+    Setting("float32 precision", float32.settings, float32.put, shapes=True),
+    # After the one before: writing this one would end torch's own default for convolutions.
+    Setting("TF32 of cuDNN", *_flag(_cudnn, "allow_tf32")),
     Setting("deterministic", _read_deterministic, _write_deterministic, shapes=True),
     Setting("denormals", _keeps_denormals, lambda on: torch.set_flush_denormal(not on)),
-    Setting("TF32 of cuBLAS", *_flag(_cuda, "allow_tf32")),
     Setting("FP16 reduction", *_flag(_cuda, "allow_fp16_reduced_precision_reduction")),
     Setting("BF16 reduction", *_flag(_cuda, "allow_bf16_reduced_precision_reduction")),
-    Setting("TF32 of cuDNN", *_flag(_cudnn, "allow_tf32")),
     Setting("cuDNN benchmark", *_flag(_cudnn, "benchmark")),
     Setting(
         "autocast on the CPU",

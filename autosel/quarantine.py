@@ -21,6 +21,7 @@ from autosel import registry
 from autosel.core import Candidate, Device, Measurement, Problem
 from autosel.device import free_memory_bytes
 from autosel.failures import CAUGHT, is_machine_fault
+from autosel.handlers import let_through
 from autosel.incidents import Incident
 from autosel.interfaces import Backend, Layout
 from autosel.store import Store
@@ -145,7 +146,8 @@ def is_current(incident: Incident) -> bool:
         backend = registry.get(incident.candidate.backend)
         layout = backend.layout(incident.problem, incident.candidate.params_dict)
         return code_hash(backend, layout) == incident.code
-    except CAUGHT:
+    except CAUGHT as error:
+        let_through(error)
         return False
 
 

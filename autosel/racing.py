@@ -37,6 +37,7 @@ from autosel.racing_bounds import (
     lower_bound,
     upper_frequency,
 )
+from autosel.stats import margin_of
 
 K = TypeVar("K", bound=Hashable)
 
@@ -203,7 +204,7 @@ class Race(Generic[K]):
             if wealth >= math.log(len(GROSS) / alpha):
                 bounds.append(math.log1p(ratio))
         samples = int(self._samples[place])
-        return Eliminated(by, int(rounds), samples, math.expm1(max(bounds)))
+        return Eliminated(by, int(rounds), samples, margin_of(max(bounds)))
 
 
 def _are_times(times_us: Sequence[float]) -> bool:

@@ -29,6 +29,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from autosel.stats import margin_of
+
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -123,7 +125,7 @@ class PairedRatio:
 
     @property
     def margin(self) -> float:
-        return math.expm1(self.log)
+        return margin_of(self.log)
 
     @property
     def stderr(self) -> float:
@@ -140,7 +142,7 @@ class PairedRatio:
             return None
         ordered = sorted(self.logs)
         low, high = ordered[len(ordered) - count], ordered[count - 1]
-        return math.expm1(low), math.expm1(min(high, 700.0))
+        return margin_of(low), margin_of(high)
 
     def exceeds(self, epsilon: float, confidence: float) -> bool:
         """Whether the ratio is above ``1 + epsilon``, one-sided at ``confidence``."""

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 from autosel import registry
 from autosel.core import Candidate, Device, Problem, TokenBucket
 from autosel.errors import RankError, field_error
-from autosel.failures import CAUGHT, failed
+from autosel.failures import failed, is_passing
 from autosel.identity import problem_differences
 from autosel.layer_choice import Choice, Chooser, Fault, WithdrawnWarning
 from autosel.ranks import Ranks
@@ -89,8 +89,9 @@ class SharedChooser:
             try:
                 support = registry.get(name).supports(self.problem, self.device)
                 fault = None if support else Fault(choice, "unsupported", str(support))
-            except CAUGHT as error:
-                fault = Fault(choice, *failed(error, f"{name} supports"))
+            except Exception as error:
+                outcome = failed(error, f"{name} supports")
+                fault = Fault(choice, *outcome, tell=not is_passing(error))
             if fault is not None:
                 found.append(_fault_dict(fault))
         return found
@@ -118,7 +119,7 @@ class SharedChooser:
             return
         choice = next(choice for choice in self._table if choice.candidate == candidate)
         # The leader's database is about its own machine: what fails elsewhere is not stored there.
-        tell = rank == 0 and not fault["values"]
+        tell = rank == 0 and fault["tell"]
         self._chooser.withdraw(choice, fault["status"], reason, tell_database=tell)
 
 
@@ -153,5 +154,5 @@ def _fault_dict(fault: Fault) -> dict[str, Any]:
         "candidate": candidate_dict(fault.choice.candidate),
         "status": fault.status,
         "reason": fault.reason,
-        "values": fault.values,
+        "tell": fault.tell,
     }

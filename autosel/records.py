@@ -27,6 +27,7 @@ from autosel.core import (
     TokenBucket,
 )
 from autosel.errors import StoreError, field_error
+from autosel.stats import LEAST_US
 
 Timing = tuple[tuple[str, Scalar], ...]
 
@@ -56,8 +57,20 @@ def of_newest_mode(measurements: Sequence[Measurement]) -> list[Measurement]:
     Those of another clock, or of an older autosel that recorded fewer settings, are not comparable.
     Who failed before it was timed belongs to every way.
     """
-    modes = [comparable(m.timing) for m in measurements if m.status == "ok"]
-    return [m for m in measurements if m.status != "ok" or comparable(m.timing) == modes[-1]]
+    newest = newest_mode(measurements)
+    return [m for m in measurements if m.status != "ok" or comparable(m.timing) == newest]
+
+
+def newest_mode(measurements: Sequence[Measurement]) -> dict[str, Scalar] | None:
+    """What of the last correct one's timing must agree; None where nothing correct was timed."""
+    newest = next((m for m in reversed(measurements) if m.status == "ok"), None)
+    return None if newest is None else comparable(newest.timing)
+
+
+def fits(mode: Mapping[str, Scalar], newest: Mapping[str, Scalar] | None) -> bool:
+    """Whether a decision of that timing mode may stand beside measurements of the newest one; so
+    may one that does not say its mode."""
+    return newest is None or not mode or comparable(tuple(mode.items())) == newest
 
 
 def to_json(value: object) -> str:
@@ -138,8 +151,8 @@ def _fault(m: Measurement) -> tuple[str, object, object] | None:
     if m.status != "ok" and not m.reason:
         return "reason", "nothing", f"why it is {m.status}"
     for time_us in m.times_us:
-        if not 0 < time_us < math.inf:
-            return "times_us", time_us, "finite and above 0"
+        if not LEAST_US <= time_us < math.inf:
+            return "times_us", time_us, f"finite and at least {LEAST_US:g}"
     numbers = {name: getattr(m, name) for name in ("pack_ms", "first_call_ms", "verify_ms")}
     if m.errors is not None:
         numbers |= {name: getattr(m.errors, name) for name in _FIGURES}

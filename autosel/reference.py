@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 
+from autosel import float32
 from autosel.activations import activate
 from autosel.canonical import dequantize_expert
 from autosel.core import CanonicalExperts, QuantWeight, Routing
@@ -161,7 +162,5 @@ def exact_arithmetic(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("highest")
-        stack.callback(torch.set_float32_matmul_precision, before)
+        stack.enter_context(float32.exact())
         yield

@@ -20,6 +20,7 @@ from typing import NoReturn
 
 from autosel.core import Device, Params, Problem, Reason, Support
 from autosel.errors import AutoselError, UnsupportedError, field_error
+from autosel.handlers import let_through
 from autosel.interfaces import Backend, Layout
 
 PACKAGE = "autosel.backends"
@@ -237,6 +238,7 @@ def _instance(candidate: object, where: str) -> Backend:
 
 def _unavailable(name: str, source: str, error: BaseException) -> Backend:
     """An unavailable row of its own class, since a name belongs to a backend's class."""
+    let_through(error)
     detail = " ".join(str(error).split()) or "no message"
     reason = Reason(f"import of {source}", f"{type(error).__name__}: {detail}", "no error")
     members = {"name": name, "summary": "Could not be loaded."}

@@ -22,7 +22,7 @@ from autosel.evidence import ratio as compared
 from autosel.plots.speedup import fastest, speedup_data
 from autosel.report_verdict import Verdict, verdict
 from autosel.safe_text import printable
-from autosel.sweep_words import sweep_command
+from autosel.sweep_words import cache_words, sweep_commands
 from autosel.words import is_settled, problem_text, settled_text
 
 #: The batch that the summary speaks of unless asked for another.
@@ -275,13 +275,15 @@ def _commands(found: Sequence[Evidence], place: str) -> Iterable[str]:
         if one.command:
             continue
         if one.swept or (one.sweeps and one.target):
-            yield f"{one.swept or sweep_command(one)} --db fresh.db"
+            for command in [one.swept] if one.swept else sweep_commands(one):
+                yield f"{command} --db fresh.db"
             continue
         counts = ",".join(map(str, one.token_counts)) or "1,16"
         target = one.target or f"CHECKPOINT  # {printable(one.label)}"
         routing = "" if one.routing == "uniform" else f" --routing {shlex.quote(one.routing)}"
         words, _, comment = target.partition("  # ")
-        command = f"autosel sweep {words} --tokens {counts}{routing} --db fresh.db"
+        options = "".join(f" {word}" for word in cache_words(one))
+        command = f"autosel sweep {words} --tokens {counts}{routing}{options} --db fresh.db"
         yield command + (f"  # {comment}" if comment else "")
     if place:
         yield f"autosel diff {shlex.quote(printable(place))} fresh.db"

@@ -15,6 +15,7 @@ from autosel.core import Decision, TokenBucket
 from autosel.evidence import Evidence
 from autosel.plots.speedup import speedup_data
 from autosel.safe_text import printable
+from autosel.sweep_words import cache_words
 from autosel.words import device_text, is_settled, open_rivals, quant_text, settled_text
 
 
@@ -178,9 +179,10 @@ def _check(one: Evidence, batch: int, place: str) -> tuple[str, ...]:
         sweep = f"autosel sweep {one.target} --tokens {batch}" if one.target else ""
         return tuple(line for line in (one.command, sweep) if line)
     target = one.target or "CHECKPOINT"
-    db = f" --db {shlex.quote(printable(place))}" if place else ""
+    db = f" --db {shlex.quote(printable(place))}" if place and one.from_database else ""
     routing = "" if one.routing == "uniform" else f" --routing {shlex.quote(one.routing)}"
+    asked = "".join([f" --tokens {batch}{routing}", *(f" {word}" for word in cache_words(one))])
     return (
-        f"autosel explain {target} --tokens {batch}{routing}{db}",
-        f"autosel sweep {target} --tokens {batch}{routing} --db fresh.db",
+        f"autosel explain {target}{asked}{db}",
+        f"autosel sweep {target}{asked} --db fresh.db",
     )

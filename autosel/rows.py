@@ -20,6 +20,7 @@ from autosel.core import Candidate, Decision, Device, Measurement, Problem, Toke
 from autosel.errors import AutoselError, StoreError, field_error
 from autosel.identity import Entry
 from autosel.records import Timing
+from autosel.stats import LEAST_US
 from autosel.tables import Row
 
 T = TypeVar("T")
@@ -162,6 +163,7 @@ def decision_columns(d: Decision, timing: Timing) -> Row:
     for name, value in numbers.items():
         if value is not None and not math.isfinite(value):
             raise StoreError(field_error(f"decision {d.bucket.label}", name, value, "finite"))
+    _check_times(d)
     return {
         **numbers,
         "routing": d.routing,
@@ -194,10 +196,20 @@ def decision(row: Row) -> StoredDecision:
         rejected=tuple(map(records.rejected_from_dict, json.loads(row["rejected"]))),
         accuracy=row["accuracy"],
     )
+    _check_times(decided)
     device = records.device_from_texts(row["device_spec"], row["versions_spec"])
     mode = json.loads(row["mode"])
     withdrawn = bool(row["withdrawn"])
     return StoredDecision(decided, device, mode, row["created"], withdrawn, row["id"])
+
+
+def _check_times(d: Decision) -> None:
+    times = {"winner_us": d.winner_us, "runner_up_us": d.runner_up_us}
+    times |= {f"time_us of {r.candidate.key}": r.time_us for r in d.rejected}
+    for name, value in times.items():
+        if value is not None and not LEAST_US <= value < math.inf:
+            expected = f"finite and at least {LEAST_US:g}"
+            raise StoreError(field_error(f"decision {d.bucket.label}", name, value, expected))
 
 
 def entry(row: Row) -> Entry:

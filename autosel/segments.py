@@ -134,6 +134,8 @@ class SegmentTables(Tables):
         """As of :class:`Tables`; the segment stands in the folder before the commit is done."""
         with self._lock:
             self._pending = []
+            with self._errors():
+                self._refresh()  # another host's clock may be ahead of this one's
             with super().write():
                 yield
                 self._publish()

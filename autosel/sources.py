@@ -39,6 +39,10 @@ class WeightSource(Protocol):
         """The layer's experts on ``device``; the same bits on every call."""
 
 
+#: How the label of weights that nobody trained begins; it tells no layer from another.
+MADE_UP = "made-up weights"
+
+
 @dataclass(frozen=True, slots=True)
 class CheckpointSource:
     """One MoE layer of a checkpoint folder, or a rank's part of it.
@@ -130,7 +134,7 @@ class RandomSource:
 
     @property
     def label(self) -> str:
-        return f"made-up weights, seed {self.seed}"
+        return f"{MADE_UP}, seed {self.seed}"
 
     def load(self, device: str | torch.device = "cpu") -> CanonicalExperts:
         """Generated expert by expert on the CPU, so that a large layer needs one copy only."""

@@ -32,6 +32,8 @@ class UnusableError(Exception):
 
 def connect(path: Path, mode: str, *, immutable: bool = False) -> sqlite3.Connection:
     """``mode`` is SQLite's own: ``ro``, ``rw`` or ``rwc``; ``immutable`` takes no locks at all."""
+    if "\0" in str(path):
+        raise ValueError("embedded null byte")  # SQLite would take the part before it for the path
     # Threads of one process share a connection; the store has a lock around it.
     return sqlite3.connect(
         f"{path.absolute().as_uri()}?mode={mode}" + ("&immutable=1" if immutable else ""),

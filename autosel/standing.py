@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable
 from autosel import registry
 from autosel.core import Candidate, Device, Measurement
 from autosel.failures import CAUGHT
+from autosel.handlers import let_through
 from autosel.records import Timing, timing_mode
 from autosel.rows import same_mode
 
@@ -77,5 +78,6 @@ def _own_setting(row: Measurement, device: Device) -> Candidate | None:
         if backend.layout(row.problem, params).key != row.candidate.layout:
             return None
         return Candidate.of(name, space.default, backend.layout(row.problem, space.default).key)
-    except CAUGHT:  # a plugin may raise anything; what cannot even say that does not run
+    except CAUGHT as error:  # a plugin may raise anything; what cannot say that does not run
+        let_through(error)
         return None

@@ -44,6 +44,10 @@ Floats = npt.NDArray[np.float64]
 RANKING_QUANTILE = {"cpu": 0.2}
 MEDIAN = 0.5
 RESAMPLES = 2000
+#: Shorter than a clock cycle takes: no call ever took less, whatever a file says.
+LEAST_US = 1e-3
+#: A logarithm that is larger has no exponential.
+_MOST_LOG = 700.0
 #: Samples resampled at once, so that long lists do not need gigabytes.
 _CHUNK = 1_000_000
 #: Fewer blocks say nothing about how blocks vary.
@@ -114,7 +118,7 @@ class Estimate:
 
     @property
     def us(self) -> float:
-        return math.exp(self.log)
+        return math.exp(min(self.log, _MOST_LOG))
 
     def unsettled(self) -> Estimate:
         """The same figure without any claim to precision, as if from a single sample."""
@@ -138,6 +142,11 @@ class Estimate:
         return LogRatio(log, whole, max(blocks - 1, min(dof, int(freedom))))
 
 
+def margin_of(log: float) -> float:
+    """The ratio minus one, of a log-ratio of any size."""
+    return math.expm1(min(log, _MOST_LOG))
+
+
 def _stderr(differences: Floats) -> float:
     """Standard error from bootstrap differences ``[RESAMPLES]``: their central 90 %."""
     low, high = np.quantile(differences, [0.05, 0.95])
@@ -155,7 +164,7 @@ class LogRatio:
     @property
     def margin(self) -> float:
         """The ratio minus one."""
-        return math.expm1(self.log)
+        return margin_of(self.log)
 
     def half_width(self, confidence: float) -> float:
         """Half of the two-sided interval, in logarithms; infinite with a single sample."""
@@ -166,8 +175,7 @@ class LogRatio:
     def interval(self, confidence: float) -> tuple[float, float] | None:
         """Two-sided interval of :attr:`margin`, or None when too few samples say nothing."""
         half = self.half_width(confidence)
-        # A log-ratio beyond 700 no longer has an exponential.
-        if self.log + half > 700:
+        if self.log + half > _MOST_LOG:
             return None
         return math.expm1(self.log - half), math.expm1(self.log + half)
 

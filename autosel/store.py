@@ -191,7 +191,8 @@ class Store(StoreReader):
         text = None if ceilings is None else records.to_json(dict(ceilings))
         with self._tables.write():
             changed = self._tables.execute(
-                "UPDATE sweeps SET finished = ?, ceilings = coalesce(?, ceilings)"
+                # The start may be later than this clock, as for every row (Tables.insert).
+                "UPDATE sweeps SET finished = max(?, started), ceilings = coalesce(?, ceilings)"
                 " WHERE id = ? AND finished IS NULL",
                 (rows.now(), text, sweep_id),
             )

@@ -20,6 +20,7 @@ from autosel import identity, records, sqlite_file
 from autosel.buckets import nearest_cover
 from autosel.core import Device
 from autosel.errors import StoreError, field_error
+from autosel.safe_text import printable
 from autosel.store import Store, StoredDecision
 from autosel.store_merge import Copier
 from autosel.tables import Tables
@@ -191,8 +192,8 @@ def _archive(source: sqlite3.Connection, rows: dict[str, tuple[int, ...]], archi
         if archive.exists():
             sqlite_file.read_copy(archive).close()  # refuses what is not ours
         target = sqlite_file.writable(archive)
-    except (sqlite_file.UnusableError, sqlite3.Error, OSError) as error:
-        raise StoreError(f"archive {archive} cannot be written: {error}") from None
+    except (sqlite_file.UnusableError, sqlite3.Error, OSError, ValueError) as error:
+        raise StoreError(f"archive {printable(archive)} cannot be written: {error}") from None
     with contextlib.closing(target):
         try:
             target.execute("PRAGMA synchronous = FULL")

@@ -24,6 +24,7 @@ import platformdirs
 from autosel import sqlite_file
 from autosel.errors import StoreError, field_error
 from autosel.network_fs import network_type
+from autosel.safe_text import printable
 from autosel.segments import SUFFIX, SegmentTables
 from autosel.sqlite_file import UnusableError, check_content, in_memory
 from autosel.tables import Tables
@@ -33,6 +34,8 @@ FILE_NAME = "autosel.db"
 #: A file that is no database at all is renamed only when its name says that it should be one.
 SUFFIXES = (".db", ".sqlite", ".sqlite3")
 _MIN_SQLITE = (3, 37, 0)  # STRICT tables
+#: RuntimeError: a home folder that nobody can name. ValueError: a character no path can have.
+_NO_PLACE = (UnusableError, OSError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +70,9 @@ def open_database(
     try:
         place = Path(given).expanduser().absolute() if given else _default_path()
         return _open(place, private=given is None, segments=segments)
-    except (UnusableError, OSError, RuntimeError) as error:
-        # RuntimeError: a home folder that nobody can name.
+    except _NO_PLACE as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        where = f" {given}" if given else ""
+        where = f" {printable(given)}" if given else ""
         if strict:
             raise StoreError(f"database{where}: {reason}") from None
         copy = error.copy if isinstance(error, UnusableError) else None
@@ -88,7 +90,7 @@ def default_place() -> Path:
     given = os.environ.get(ENVIRONMENT)
     try:
         return Path(given).expanduser().absolute() if given else _default_path()
-    except (UnusableError, RuntimeError) as error:
+    except _NO_PLACE as error:
         raise StoreError(f"database: {error}") from None
 
 
@@ -193,12 +195,16 @@ def contents(path: str | Path) -> Iterator[sqlite3.Connection]:
     Raises StoreError in one line for what is missing, damaged, another program's or a newer
     autosel's.
     """
-    place = Path(path).expanduser().absolute()
+    try:
+        place = Path(path).expanduser().absolute()
+    except _NO_PLACE as error:
+        raise StoreError(f"database {printable(path)}: {error}") from None
     base = place.with_name(place.name.removesuffix(SUFFIX))
     folder = base.with_name(base.name + SUFFIX)
     wanted = "a database of autosel or a folder of its segments"
     if not (place.is_file() or folder.is_dir()):
-        raise StoreError(field_error(f"database {path}", "file", "nothing", wanted))
+        where = f"database {printable(path)}"
+        raise StoreError(field_error(where, "file", "nothing", wanted))
     try:
         found = sqlite_file.read_copy(base) if base.is_file() else in_memory()
     except (UnusableError, sqlite3.Error, OSError) as error:

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from autosel.errors import StoreError
-from autosel.store_merge import Copier, Counts
+from autosel.store_merge import Copier, Counts, describe
 
 Row = dict[str, Any]
+
+#: Columns with the time at which a row was stored: the newest row counts.
+_STAMPS = ("created", "started")
+_STAMP = "%Y-%m-%dT%H:%M:%S.%fZ"
+#: The same for SQLite: a text that is no time is not taken for a late one.
+_DIGITS = "DDDD-DD-DDTDD:DD:DD.DDDDDDZ".replace("D", "[0-9]")
 
 
 class Tables:
@@ -27,6 +35,11 @@ class Tables:
         self._pid = os.getpid()
         self._ids: dict[tuple[str, ...], int] = {}
         self._fresh: dict[tuple[str, ...], int] = {}
+        self._file = _file_of(path)
+        self._path = path
+        self._newest = ""  # the latest stamp of all tables, as far as they were looked through
+        self._looked: dict[tuple[str, str], int] = {}
+        self._must_look = True
 
     @property
     def connection(self) -> sqlite3.Connection:
@@ -47,8 +60,10 @@ class Tables:
         with self._lock, self._errors():
             self._connection.execute("BEGIN IMMEDIATE")
             self._fresh = {}
+            self._must_look = True  # others may have written since
             try:
                 yield
+                self._check_file()
                 self._connection.execute("COMMIT")
             except BaseException:
                 if self._connection.in_transaction:
@@ -62,7 +77,9 @@ class Tables:
         return self._connection.execute(sql, values).rowcount
 
     def insert(self, table: str, columns: Mapping[str, object]) -> int:
-        """Row number of a new row; inside :meth:`write`."""
+        """Row number of a new row; inside :meth:`write`. Its stamp is later than every other."""
+        stamps = {name: self._later(str(columns[name])) for name in _STAMPS if name in columns}
+        columns = {**columns, **stamps}
         names, marks = ", ".join(columns), ", ".join("?" * len(columns))
         cursor = self._connection.execute(
             f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(columns.values())
@@ -101,6 +118,45 @@ class Tables:
         copier.everything()
         return copier
 
+    def _later(self, stamp: str) -> str:
+        """``stamp`` or, where this clock is behind the one of a stored row, just after that row."""
+        if self._must_look:
+            self._look()
+        if stamp <= self._newest:
+            try:
+                newest = datetime.strptime(self._newest, _STAMP) + timedelta(microseconds=1)
+                stamp = newest.strftime(_STAMP)
+            except (
+                OverflowError,
+                ValueError,
+            ):  # no time comes after it: the row's number has to do
+                stamp = self._newest
+        self._newest = stamp
+        return stamp
+
+    def _look(self) -> None:
+        """Raise the latest stamp to that of rows added since the last look, by whomever."""
+        if not self._looked:
+            tables = describe(self._connection).values()
+            self._looked = {(t.name, c): 0 for t in tables for c in _STAMPS if c in t.columns}
+        for (table, column), number in self._looked.items():
+            sql = (
+                f"SELECT max(CASE WHEN {column} GLOB ? THEN {column} END), max(id)"
+                f" FROM {table} WHERE id > ?"
+            )
+            newest, last = self._connection.execute(sql, (_DIGITS, number)).fetchone()
+            self._newest = max(self._newest, newest or "")
+            self._looked[table, column] = max(number, last or 0)
+        self._must_look = False
+
+    def _check_file(self) -> None:
+        """Raise where another file, or none, is at the path: nobody would find what is written."""
+        if self._file is not None and self._path and _file_of(self._path) != self._file:
+            raise StoreError(
+                f"{self._where}: the file was removed or replaced while it was open; nothing was"
+                " stored"
+            )
+
     @contextmanager
     def _errors(self) -> Iterator[None]:
         if self._pid != os.getpid():
@@ -109,3 +165,14 @@ class Tables:
             yield
         except (sqlite3.Error, UnicodeError, OverflowError) as error:
             raise StoreError(f"{self._where}: {error}") from error
+
+
+def _file_of(path: Path | None) -> tuple[int, int] | None:
+    """Device and number of the file; None where there is no file, as for a folder."""
+    try:
+        status = path.stat() if path else None
+    except OSError:
+        return None
+    if status is None or not stat.S_ISREG(status.st_mode):
+        return None
+    return status.st_dev, status.st_ino

@@ -6,6 +6,7 @@ are never opened, and anything that is missing or damaged is said before any wei
 
 from __future__ import annotations
 
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -308,8 +309,8 @@ def _damage(path: Path, exc: Exception) -> str:
 def _open(path: Path) -> Any:
     """The file's tensors; safetensors and torch open names in UTF-8 only, POSIX has others too."""
     try:
-        str(path).encode()
-    except UnicodeEncodeError:
+        os.fsencode(path).decode("utf-8")  # of the bytes: the process's own encoding may be ASCII
+    except UnicodeError:
         raise CheckpointError(
             field_error(str(path), "path", "one that is not UTF-8", "one that safetensors opens")
         ) from None

@@ -29,7 +29,7 @@ from typing import Any, Literal
 from autosel import identity, sqlite_file
 from autosel.buckets import newest_cover
 from autosel.core import Candidate, Decision, Device, Measurement, Problem, TokenBucket
-from autosel.next_best import instead
+from autosel.next_best import instead, without
 from autosel.packs import canary_results, library, places
 from autosel.packs.grade import Graded, bystanders
 from autosel.packs.grade import grade as grade_of
@@ -43,6 +43,8 @@ from autosel.tables import Tables
 Tier = Literal["user", "site", "model", "built-in"]
 #: Cold caches stand for a model at work: other layers' weights fill them between two calls.
 COLD: Timing = (("cache", "cold"),)
+#: Who failed here, by the user's database, and at which token count.
+Failed = set[tuple[Candidate, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,8 @@ class Origin:
     @property
     def text(self) -> str:
         """``built-in results (…/h200.json, compatible)``; the user's own database needs no word."""
-        names = {
-            "user": "user",
-            "site": "site",
-            "model": "pack of the model",
-            "built-in": "built-in",
-        }
-        return f"{names[self.tier]} results ({self.place}, {self.graded.grade})"
+        name = "pack of the model" if self.tier == "model" else self.tier
+        return f"{name} results ({self.place}, {self.graded.grade})"
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able form."""
@@ -189,15 +186,15 @@ class Tiers:
         """What all tiers say about this layer, routing and way of timing on ``device``.
 
         A pack that must not be used costs one PackWarning. A candidate that the user's database
-        knows to fail here is not chosen from a pack.
+        knows to fail here is not chosen from any other tier.
         """
         known = bool(device.name.strip())  # nothing is about an unknown device
         wish = _Wish(problem, device, routing, timing, allow_a8)
         usable, unproven, foreign = [], [], []
-        failed: set[tuple[Candidate, int]] = set()
+        failed: Failed = set()
         for tier, store in (("user", self.store), ("site", self._site)):
             if store is not None and known:
-                answer = wish.of_store(tier, store)  # type: ignore[arg-type]
+                answer = wish.of_store(tier, store, failed)  # type: ignore[arg-type]
                 usable.append(answer)
                 failed |= {
                     (m.candidate, m.num_tokens) for m in answer.measurements if m.status != "ok"
@@ -225,9 +222,7 @@ class Tiers:
             found += [(tier, _described(entry)) for entry in pack.entries] if pack else []
         return found
 
-    def _of_pack(
-        self, tier: Tier, path: Path, wish: _Wish, failed: set[tuple[Candidate, int]]
-    ) -> Iterator[Answer]:
+    def _of_pack(self, tier: Tier, path: Path, wish: _Wish, failed: Failed) -> Iterator[Answer]:
         # Installed and built-in packs are in canonical form, so most need no parsing.
         if tier != "model" and not library.mentions(path, wish.problem):
             return
@@ -244,7 +239,7 @@ class Tiers:
         pack: Pack,
         entry: Entry,
         wish: _Wish,
-        failed: set[tuple[Candidate, int]],
+        failed: Failed,
     ) -> Answer:
         graded = grade_of(
             entry.source,
@@ -253,7 +248,8 @@ class Tiers:
             bystanders=bystanders(entry),
         )
         proven, note = graded.grade == "exact", ""
-        rows = tuple(m.row for m in entry.measured if m.row.times_us or m.row.status != "ok")
+        kept = [m.row for m in entry.measured if m.row.times_us or m.row.status != "ok"]
+        rows = _standing(kept, failed)
         if graded.grade == "compatible":
             result = canary_results.find(self.store.path, pack.sha256, entry, wish.device)
             proven = result is not None and result.passed
@@ -282,15 +278,17 @@ class _Wish:
     timing: Timing
     allow_a8: bool
 
-    def of_store(self, tier: Tier, store: Store) -> Answer:
-        rows = store.measurements(self.problem, self.device, self.routing, timing=self.timing)
+    def of_store(self, tier: Tier, store: Store, failed: Failed) -> Answer:
+        found = store.measurements(self.problem, self.device, self.routing, timing=self.timing)
+        rows = _standing(found, failed)
         stored = store.stored_decisions(
             self.problem, self.device, self.routing, timing=self.timing, allow_a8=self.allow_a8
         )
         newest = max((item.created for item in stored), default="")
         place = str(store.path or (places.site_database() if tier == "site" else "memory"))
-        decisions = tuple(item.decision for item in stored)
-        return Answer(Origin(tier, place, decided=newest), decisions, tuple(rows))
+        decisions = [self._fit(item.decision, rows, failed) for item in stored]
+        usable = tuple(d for d in decisions if d is not None)
+        return Answer(Origin(tier, place, decided=newest), usable, rows)
 
     def matches(self, entry: Entry) -> bool:
         return (
@@ -303,20 +301,25 @@ class _Wish:
         self,
         entry: Entry,
         rows: Sequence[Measurement],
-        failed: set[tuple[Candidate, int]],
+        failed: Failed,
     ) -> tuple[Decision, ...]:
         """Decisions with the next best where a winner is not allowed, or failed here before."""
-        found = []
-        for d in entry.decisions:
-
-            def banned(candidate: Candidate, d: Decision = d) -> bool:
-                bucket = d.bucket
-                if any(c == candidate and (m in bucket or m == bucket.measured) for c, m in failed):
-                    return True
-                return candidate != d.winner and bool(self._illegal(candidate, bucket))
-
-            found.append(instead(d, rows, banned, allow_a8=self.allow_a8))
+        found = [self._fit(d, rows, failed, claimed=True) for d in entry.decisions]
         return tuple(d for d in found if d is not None)
+
+    def _fit(
+        self, d: Decision, rows: Sequence[Measurement], failed: Failed, *, claimed: bool = False
+    ) -> Decision | None:
+        """``d`` without those who failed here; ``claimed`` by a pack, so others must be legal."""
+        gone = {c for c, m in failed if m in d.bucket or m == d.bucket.measured}
+        d = without(d, gone) if gone else d
+
+        def banned(candidate: Candidate) -> bool:
+            if candidate in gone:
+                return True
+            return claimed and candidate != d.winner and bool(self._illegal(candidate, d.bucket))
+
+        return instead(d, rows, banned, allow_a8=self.allow_a8)
 
     def why_illegal(self, entry: Entry) -> str:
         """Why a chosen or planned candidate is no point of its backend's space; "" where all are.
@@ -332,6 +335,11 @@ class _Wish:
 
     def _illegal(self, candidate: Candidate, bucket: TokenBucket) -> str:
         return library.why_illegal(candidate, self.problem, self.device, bucket.measured)
+
+
+def _standing(rows: Iterable[Measurement], failed: Failed) -> tuple[Measurement, ...]:
+    """Without what another place measured as right and failed here since."""
+    return tuple(m for m in rows if m.status != "ok" or (m.candidate, m.num_tokens) not in failed)
 
 
 def _at(answers: Iterable[Answer], num_tokens: int) -> Iterator[Found]:

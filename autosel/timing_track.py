@@ -9,6 +9,7 @@ from itertools import islice
 
 from autosel.core import Scalar
 from autosel.failures import CAUGHT
+from autosel.handlers import let_through
 from autosel.racing_bounds import log_quantile
 from autosel.racing_pace import PACE
 from autosel.timing_types import Call, Sample, TimedSamples, Timer, TimingSettings
@@ -191,6 +192,7 @@ class Track:
         return TimedSamples(times, self._first_ms, facts, self.error)
 
     def _failed(self, error: BaseException) -> None:
+        let_through(error)
         self.error = error
         # A block that ended in the middle is no round; its samples stay.
         self._blocks = []

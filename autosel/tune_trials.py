@@ -10,7 +10,6 @@ such backend took 23 settings, a tenth of a second each, at every large token co
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,8 @@ from itertools import islice
 from autosel import registry
 from autosel.core import Candidate, Device, Measurement, Params, Problem, Status
 from autosel.deadline import Deadline
-from autosel.failures import CAUGHT, failed
+from autosel.failures import CAUGHT, failed, ignored
+from autosel.handlers import let_through
 from autosel.interfaces import Backend
 from autosel.quarantine import Quarantine, code_hash
 from autosel.store import Store
@@ -311,7 +311,7 @@ class Trials:
         candidate = Candidate.of(backend.name, params)
         row = self.bench.row(candidate, num_tokens, *outcome)
         # A backend that cannot even say that has its reason in the row already.
-        with contextlib.suppress(*CAUGHT):
+        with ignored():
             row = replace(row, accuracy=backend.accuracy(params))
         known = stored.get(candidate)
         return known if known and (known.status, known.reason) == outcome else row
@@ -365,7 +365,8 @@ class Trials:
         try:
             candidate = self.bench.candidate(backend, params)
             code = code_hash(backend, backend.layout(self.problem, params))
-        except CAUGHT:
+        except CAUGHT as error:
+            let_through(error)
             return True
         return self.quarantine.find(candidate, code, num_tokens) is not None
 
@@ -376,6 +377,7 @@ class Trials:
         params = row.candidate.params_dict
         try:
             code = code_hash(backend, backend.layout(self.problem, params))
-        except CAUGHT:
+        except CAUGHT as error:
+            let_through(error)
             return False
         return self.quarantine.find(row.candidate, code, row.num_tokens) is not None

@@ -19,7 +19,7 @@ import torch
 from autosel import registry
 from autosel.core import Candidate, Device, Measurement, Params, Problem, Status
 from autosel.errors import AutoselError
-from autosel.failures import CAUGHT
+from autosel.failures import ignored
 from autosel.interfaces import Backend
 from autosel.process_state import ProcessState
 from autosel.sources import WeightSource
@@ -141,7 +141,7 @@ class WorkerBench:
         if not compiles_ahead(backend):
             return
         for params in points:
-            with contextlib.suppress(*CAUGHT):  # the attempt will tell
+            with ignored():  # the attempt will tell
                 candidate = self.candidate(backend, params)
                 counts: Sequence[int] = [num_tokens]
                 if verify and candidate not in self._known.verdicts:  # else never again
@@ -152,7 +152,7 @@ class WorkerBench:
         """Begin to compile what :meth:`prove` needs of it: it may well be the one to choose."""
         if not compiles_ahead(self._backends[candidate.backend]):
             return
-        with contextlib.suppress(*CAUGHT):  # the proof will tell
+        with ignored():  # the proof will tell
             counts = [num_tokens, *full_counts(self._problem, self._tokens)]
             self._compile(candidate, self._problem, counts, num_tokens)
             small = extreme_problem(self._problem)
@@ -217,7 +217,7 @@ class WorkerBench:
         self.load()
         candidate = row.candidate
         self.compile_proof(candidate, row.num_tokens)
-        with contextlib.suppress(*CAUGHT):
+        with ignored():
             self.compiled([candidate], row.num_tokens)
         try:
             done = self._ask(Prove(row), "prove")

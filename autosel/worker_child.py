@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 import torch
 
-from autosel import cpuinfo, registry
+from autosel import cpuinfo, handlers, registry
 from autosel.core import Candidate, Measurement
 from autosel.errors import AutoselError, field_error
 from autosel.failures import one_line
@@ -70,6 +70,7 @@ _PR_SET_PDEATHSIG = 1  # include/uapi/linux/prctl.h
 def main(channel: int, beat: int, faults: int, cases: int, lifeline: int, parent: int) -> None:
     """Serve the parent on these open files until it is gone; see :class:`autosel.worker.Worker`."""
     _die_with(parent)
+    handlers.no_user()
     guard = _guard(lifeline)
     fault_file = os.fdopen(faults, "wb", buffering=0)
     faulthandler.enable(fault_file)

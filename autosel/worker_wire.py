@@ -22,6 +22,7 @@ import cloudpickle
 from autosel.core import Candidate, Device, Measurement, Params, Problem, Status
 from autosel.errors import AutoselError
 from autosel.failures import one_line
+from autosel.handlers import let_through
 from autosel.interfaces import Backend
 from autosel.process_state import ProcessState
 from autosel.sources import WeightSource
@@ -192,6 +193,7 @@ def pack_backend(backend: Backend) -> bytes:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
+        let_through(error)
         raise AutoselError(
             f"backend {backend.name} cannot be sent to the worker process "
             f"({type(error).__name__}: {one_line(error)}); keep locks, handles and tensors on a "

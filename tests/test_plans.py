@@ -395,6 +395,10 @@ def test_lookup_by_token_count() -> None:
         ("1.5GB", WeightBudget(None, 1_500_000_000)),
         ("800m", WeightBudget(None, 800 << 20)),
         ("1000000", WeightBudget(None, 1_000_000)),
+        ("1.23456789x", WeightBudget(1.23456789, None)),
+        ("1000000x", WeightBudget(1e6, None)),
+        (f"{2**63 - 1}B", WeightBudget(None, 2**63 - 1)),
+        (f"{2**53 + 1}B", WeightBudget(None, 2**53 + 1)),
     ],
 )
 def test_budgets_are_read(text: str, expected: WeightBudget) -> None:
@@ -419,11 +423,23 @@ def test_budgets_are_read(text: str, expected: WeightBudget) -> None:
         "12 PiB",
         "1x2",
         "9" * 30,
+        f"{2**63}",
+        "8388608TiB",
+        "99999999999999999999TiB",
+        "1000001x",
+        "99999999999999999999x",
     ],
 )
 def test_other_budgets_are_refused(text: str) -> None:
     with pytest.raises(AutoselError, match="weight budget"):
         WeightBudget.parse(text)
+
+
+def test_copies_of_too_many_bytes_are_refused() -> None:
+    most = WeightBudget.parse("1000000x")
+    assert most.bytes(2**43, 1) < 2**63
+    with pytest.raises(AutoselError, match=r"1000000\.0x of 9223372036855 bytes, expected less"):
+        most.bytes(9223372036855, 1)
 
 
 def test_shares_add_up_and_follow_the_log_axis() -> None:

@@ -35,6 +35,18 @@ def test_the_bet_is_fair_on_a_fair_coin() -> None:
         assert float(chances @ wealth) == pytest.approx(1.0, rel=1e-9)
 
 
+@pytest.mark.parametrize("log", [800.0, -800.0])
+def test_a_ratio_beyond_all_numbers_overflows_nothing(log: float) -> None:
+    ratio = PairedRatio((log,) * 40)
+    interval = ratio.interval(0.95)
+    assert interval is not None
+    assert all(map(math.isfinite, (ratio.margin, *interval)))
+    race: Race[str] = Race(["slow", "fast"], 0.5)
+    for _ in range(40):
+        race.add({"slow": [1e300], "fast": [1e-300]})
+    assert math.isfinite(race.eliminated["slow"].at_least)
+
+
 def test_looking_after_every_round_is_allowed() -> None:
     """5 % of fair coins may ever be called unfair; a fixed-sample test does it for a third."""
     rng = np.random.default_rng(0)

@@ -224,3 +224,16 @@ def test_a_comparison_is_fast():
     stats.compare(a, b, 0.2)
     # Milliseconds when the machine is idle; the bound only catches a loop over resamples.
     assert time.perf_counter() - start < 0.5
+
+
+@pytest.mark.parametrize(("slow", "fast"), [(3e9, 5e-324), (1e300, 1e-300), (1.7e308, 1.0)])
+def test_times_that_no_machine_has_overflow_nothing(slow, fast):
+    for samples in (1, 20):
+        ratio = stats.compare([slow] * samples, [fast] * samples, 0.5)
+        for found in (ratio, stats.compare([fast] * samples, [slow] * samples, 0.5)):
+            assert math.isfinite(found.margin)
+            assert found.margin >= -1
+            interval = found.interval(0.95)
+            assert interval is None or all(map(math.isfinite, interval))
+        assert ratio.margin > 1e300 or ratio.log < 700.1
+    assert math.isfinite(stats.estimate([1.797e308], 0.5).us)

@@ -58,7 +58,7 @@ def measured(**changes) -> Measurement:
         "candidate": FAST,
         "device": DEVICE,
         "status": "ok",
-        "times_us": (10.5, 1 / 3, 1e-7, 123456.789),
+        "times_us": (10.5, 1 / 3, 1e-3, 123456.789),
         "errors": ErrorFigures(1e-3, 2e-3, 1e-2, -1e-5),
         "pack_ms": 3.25,
         "first_call_ms": 812.0,
@@ -503,8 +503,25 @@ def test_a_measurement_edited_into_nonsense_is_not_believed(store):
         connection.execute("DROP TRIGGER measurements_are_append_only")
         connection.execute("UPDATE measurements SET times_us = '[-5.0]'")
         connection.commit()
-    with pytest.warns(StoreWarning, match="above 0"):
+    with pytest.warns(StoreWarning, match=r"found -5\.0, expected finite and at least 0\.001"):
         assert store.measurements() == []
+
+
+@pytest.mark.parametrize("time_us", [5e-324, 1e-300, 0.0, math.inf])
+def test_a_time_that_no_call_takes_is_neither_stored_nor_read(store, time_us):
+    with pytest.raises(StoreError, match=r"times_us: found .*, expected finite and at least"):
+        store.add_measurement(measured(times_us=(10.0, time_us)))
+    changes = ({"winner_us": time_us}, {"runner_up_us": time_us})
+    for change in changes:
+        with pytest.raises(StoreError, match=next(iter(change))):
+            store.add_decision(decided(**change), DEVICE, COLD)
+    store.add_decision(decided(), DEVICE, COLD)
+    with closing(sqlite3.connect(store.path)) as connection:
+        connection.execute("DROP TRIGGER decisions_are_append_only")
+        connection.execute("UPDATE decisions SET winner_us = ?", (time_us or 1e-9,))
+        connection.commit()
+    with pytest.warns(StoreWarning, match=r"row decisions 1 ignored: .*winner_us: found"):
+        assert store.decisions() == []
 
 
 # export ------------------------------------------------------------------------------------

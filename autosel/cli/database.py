@@ -19,6 +19,14 @@ def reading(db: str | None) -> Store:
     return Store.open(db)
 
 
+def reading_to_write(db: str | None, output: object) -> Store:
+    """:func:`reading`, but what a mistyped path does not hold must not replace a file:
+    StoreError where ``db`` names nothing and there is an ``output``."""
+    if output is not None and db and db != ":memory:" and not is_there(db):
+        place_of(db)
+    return reading(db)
+
+
 def place_of(db: str | None) -> Path:
     """The database file or folder of segments at ``db`` or the usual place; StoreError for none."""
     path = Path(db).expanduser().absolute() if db else default_place()

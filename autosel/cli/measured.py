@@ -9,7 +9,7 @@ from typing import Any
 
 from autosel import figures
 from autosel.cli.database import reading
-from autosel.cli.options import LayerOptions
+from autosel.cli.options import LayerOptions, refuse_options_without_a_name
 from autosel.cli.target import check_routing, resolve, retype
 from autosel.core import Device
 from autosel.device import detect
@@ -32,6 +32,8 @@ def gather_named(
     ``stored_device`` is part of the name of a device in the database, instead of the one here.
     Raises AutoselError in one line, with the nearest entry there is, where nothing is stored.
     """
+    if not targets:
+        refuse_options_without_a_name(layer_options)
     with reading(db) as store:
         devices = devices_named(store, stored_device) if stored_device else [detect(device)]
         if not targets:

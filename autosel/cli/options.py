@@ -36,9 +36,11 @@ class Number(click.FloatRange):
 def whole_number(text: str) -> int:
     """A whole number of at least 1."""
     word = text.strip()
-    if not (word.isascii() and word.isdecimal() and 1 <= int(word[:11]) <= MAX_TOKENS):
+    digits = word.lstrip("0") if word.isascii() and word.isdecimal() else ""
+    # Counted before they are read: Python refuses to read thousands of digits.
+    if not digits or len(digits) > len(str(MAX_TOKENS)) or int(digits) > MAX_TOKENS:
         raise click.BadParameter(f"found {text!r}, expected a whole number from 1 to {MAX_TOKENS}")
-    return int(word)
+    return int(digits)
 
 
 def token_counts(text: str | tuple[int, ...]) -> tuple[int, ...]:
@@ -124,6 +126,26 @@ class LayerOptions:
         ("act_order", "--act-order"),
         ("experts", "--experts"),
     )
+
+
+def refuse_options_without_a_name(options: LayerOptions) -> None:
+    """UsageError where options of a layer are given and no layer: they would be left out."""
+    given = [f"--{f.name.replace('_', '-')}" for f in fields(options)
+             if getattr(options, f.name) != f.default]  # fmt: skip
+    if given:
+        raise click.UsageError(f"{', '.join(given)}: name the checkpoint or preset that is meant")
+
+
+def refuse_given(reason: str, *names: str) -> None:
+    """UsageError where the command line gives one of these parameters of the command."""
+    context = click.get_current_context()
+    given = [
+        f"--{name.replace('_', '-')}"
+        for name in names
+        if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if given:
+        raise click.UsageError(f"{', '.join(given)}: {reason}")
 
 
 _LAYER_OPTIONS: tuple[Callable[[Any], Any], ...] = (

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -21,9 +22,9 @@ from autosel.compare import compare
 from autosel.core import Candidate, CanonicalExperts, Decision, Device, Routing
 from autosel.dtypes import torch_dtype
 from autosel.error_scale import judge
-from autosel.errors import AutoselError
 from autosel.expert_map import local_map, localize
-from autosel.failures import CAUGHT, failed
+from autosel.failures import failed, is_passing
+from autosel.handlers import let_through
 from autosel.interfaces import PackedExperts
 from autosel.layer_check import make_probe
 from autosel.packs.canary_results import CanaryResult
@@ -40,6 +41,13 @@ BUDGET_S = 10.0
 TOLERANCE = 0.05
 #: Tokens of a timed call whose rows are compared with the emulation, the last one among them.
 JUDGED_ROWS = 2
+#: Inputs and outputs of one timed call may take this much.
+MOST_BYTES = 4 << 30
+#: Tokens of the first call that tells how long a larger one takes, and how many times as many the
+#: next one has.
+FIRST_TOKENS, MORE = 64, 4
+#: Calls of each candidate at the full count: to try, to warm up, to time and to judge.
+FULL_CALLS = 6
 
 
 class _RefusedError(Exception):
@@ -79,19 +87,21 @@ class _Canary:
     def _time(self, decision: Decision) -> None:
         tokens = decision.bucket.measured
         problem = self.entry.problem
-        generator = torch.Generator().manual_seed(tokens)
-        x = torch.randn(tokens, problem.hidden_size, generator=generator)
-        x = (x * activation_size(self.experts)).to(torch_dtype(problem.act_dtype))
-        x = x.to(self.experts.w13.codes.device)
-        routing = make_routing(self.entry.routing, tokens, problem, seed=0, device=x.device)
-        calls = {decision.winner: self._call(decision.winner, x, routing)}
         rival = decision.runner_up
-        if rival is not None and not why_illegal(rival, problem, self.device, tokens):
+        if rival is not None and why_illegal(rival, problem, self.device, tokens):
+            rival = None
+        self._check_size(tokens)
+        _ = self._size  # what is needed once is not to count as what each token takes
+        self._check_pace(decision.winner, rival, tokens)
+        x, routing = self._inputs(tokens)
+        calls = {decision.winner: self._call(decision.winner, x, routing)}
+        if rival is not None:
             try:
                 trial = self._call(rival, x, routing)
                 trial()
                 calls[rival] = trial
-            except (*CAUGHT, _RefusedError):
+            except Exception as error:
+                let_through(error)
                 self._left()  # a rival that does not run here wins nothing
         left = self._left()
         cache: Literal["cold", "hot"] = "hot" if self.entry.timing.get("cache") == "hot" else "cold"
@@ -102,7 +112,8 @@ class _Canary:
         timed = time_candidates(calls, settings, timer)
         mine = timed[decision.winner]
         if mine.error is not None:
-            raise _RefusedError(failed(mine.error, f"{decision.winner.key} time")[1])
+            why = failed(mine.error, f"{decision.winner.key} time")[1]
+            raise _RefusedError(why) from mine.error
         self._judge_rows(decision.winner, calls[decision.winner](), x, routing)
         quantile = stats.ranking_quantile(self.device.kind)
         winner = stats.estimate(mine.times_us, quantile)
@@ -118,6 +129,75 @@ class _Canary:
                 )
         self.figures[str(tokens)] = figures
         self._left()
+
+    @cached_property
+    def _size(self) -> float:
+        return activation_size(self.experts)
+
+    def _inputs(self, tokens: int) -> tuple[torch.Tensor, Routing]:
+        problem = self.entry.problem
+        generator = torch.Generator().manual_seed(tokens)
+        x = torch.randn(tokens, problem.hidden_size, generator=generator)
+        x = (x * self._size).to(torch_dtype(problem.act_dtype))
+        x = x.to(self.experts.w13.codes.device)
+        return x, make_routing(self.entry.routing, tokens, problem, seed=0, device=x.device)
+
+    def _check_size(self, tokens: int) -> None:
+        """The count is a number in a stranger's file: refuse before anything is allocated."""
+        problem = self.entry.problem
+        # x in float32 and in the act dtype, two outputs, and the routing's random numbers.
+        values = problem.hidden_size * (4 + 3 * torch_dtype(problem.act_dtype).itemsize)
+        needed = tokens * (values + 16 * problem.num_experts)
+        if needed > MOST_BYTES:
+            raise _RefusedError(
+                f"at {tokens} tokens inputs and outputs take {needed / 2**30:.3g} GiB, the check "
+                f"allows {MOST_BYTES / 2**30:.3g} GiB"
+            )
+
+    def _check_pace(self, winner: Candidate, rival: Candidate | None, tokens: int) -> None:
+        """Refuse a count that would not get through in what is left of the budget.
+
+        A call cannot be broken off, so smaller counts tell how long it would take. In proportion
+        they tell too much, since a part does not depend on the count: that is enough to go on.
+        What comes on top from one count to the next is enough to refuse.
+        """
+        count, before, before_s = FIRST_TOKENS, 0, 0.0
+        while count < tokens:
+            took_s = self._sample_s(winner, rival, count)
+            left = self._left()
+            if took_s * tokens / count <= left:
+                return
+            each_s = max(0.0, took_s - before_s) / (count - before) if before else 0.0
+            expected_s = took_s + each_s * (tokens - count)
+            if expected_s > left:
+                raise _RefusedError(
+                    f"at {tokens} tokens it would take about {expected_s:.3g} s, found "
+                    f"{left:.3g} s left of {BUDGET_S:g}"
+                )
+            before, before_s, count = count, took_s, count * MORE
+
+    def _sample_s(self, winner: Candidate, rival: Candidate | None, tokens: int) -> float:
+        """What inputs and all calls of both take at so many tokens."""
+        began = time.monotonic()
+        x, routing = self._inputs(tokens)
+        took_s = time.monotonic() - began + FULL_CALLS * self._seconds(winner, x, routing)
+        if rival is not None:
+            try:
+                took_s += FULL_CALLS * self._seconds(rival, x, routing)
+            except Exception as error:
+                let_through(error)
+        return took_s
+
+    def _seconds(self, candidate: Candidate, x: torch.Tensor, routing: Routing) -> float:
+        """One call after a first one, which may compile."""
+        call = self._call(candidate, x, routing)
+        for _ in range(2):
+            began = time.monotonic()
+            call()
+            if x.device.type != "cpu":
+                torch.accelerator.synchronize(x.device)
+            self._left()
+        return time.monotonic() - began
 
     def _call(
         self, candidate: Candidate, x: torch.Tensor, routing: Routing
@@ -137,7 +217,7 @@ class _Canary:
             out = torch.full_like(x, torch.nan)
         except _RefusedError:
             raise
-        except CAUGHT as error:
+        except Exception as error:
             raise _RefusedError(failed(error, f"{candidate.key} pack")[1]) from error
         self._left()
 
@@ -195,18 +275,20 @@ def run(
     if expert_map is None and problem.num_local_experts != problem.num_experts:
         expert_map = local_map(problem, device=experts.w13.codes.device)
     canary = _Canary(entry, experts, device, expert_map, timer, began + budget_s)
+    cause: BaseException | None = None
     try:
         passed, why = True, canary.run()
     except _RefusedError as refused:
-        passed, why = False, str(refused)
-    except (*CAUGHT, AutoselError) as error:
-        passed, why = False, failed(error, "the check")[1]
+        passed, why, cause = False, str(refused), refused.__cause__
+    except Exception as error:
+        passed, why, cause = False, failed(error, "the check")[1], error
     return CanaryResult(
         passed,
         " ".join(why.split())[:1000],
         round(time.monotonic() - began, 3),
         datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         canary.figures,
+        passing=cause is not None and is_passing(cause),
     )
 
 

@@ -31,13 +31,17 @@ _memory: dict[str, CanaryResult] = {}
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """``passed``, in words ``why``, and how long it took; ``figures`` for people and programs."""
+    """``passed``, in words ``why``, and how long it took; ``figures`` for people and programs.
+
+    ``passing``: the next start may find more memory, or the machine well again.
+    """
 
     passed: bool
     why: str
     seconds: float
     created: str
     figures: Mapping[str, Any]
+    passing: bool = False
 
 
 def find(database: Path | None, sha256: str, entry: Entry, device: Device) -> CanaryResult | None:
@@ -58,16 +62,20 @@ def find(database: Path | None, sha256: str, entry: Entry, device: Device) -> Ca
 def keep(
     database: Path | None, sha256: str, entry: Entry, device: Device, result: CanaryResult
 ) -> None:
-    """Store a result; where that is impossible it is kept for this process, with one warning."""
+    """Store a result; where that is impossible it is kept for this process, with one warning.
+
+    One that may be another the next time is kept for this process alone.
+    """
     key = _key(sha256, entry, device)
     _memory[key] = result
-    if database is None:
+    if database is None or result.passing:
         return
     path = _path(database, key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as partial:
-            text = records.to_json({**asdict(result), "key": key})
+            stored = {k: v for k, v in asdict(result).items() if k != "passing"}
+            text = records.to_json({**stored, "key": key})
             partial.write_text(text + "\n", encoding="utf-8")
     except (OSError, AutoselError) as error:
         warnings.warn(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from autosel.core import Scalar
 from autosel.errors import PackError, field_error
 from autosel.packs.strict_json import shown
+from autosel.stats import LEAST_US
 
 T = TypeVar("T")
 Object = Mapping[str, Any]
@@ -75,11 +76,8 @@ def number(value: Any, where: str, low: float, high: float) -> float:
 
 
 def time_us(value: Any, where: str) -> float:
-    """Microseconds, above 0."""
-    found = number(value, where, 0, MAX_US)
-    if found == 0:
-        refuse(where, "value", 0, "a time above 0")
-    return found
+    """Microseconds that a call can take."""
+    return number(value, where, LEAST_US, MAX_US)
 
 
 def numbers(
@@ -109,7 +107,7 @@ def times_us(value: Any, where: str) -> tuple[float, ...]:
     """Samples in microseconds; like :func:`numbers`, places are written out only for a refusal."""
     if isinstance(value, list) and len(value) <= MAX_ITEMS:
         kinds = {type(item) for item in value}
-        if kinds <= {float} and (not value or (min(value) > 0 and max(value) <= MAX_US)):
+        if kinds <= {float} and (not value or (min(value) >= LEAST_US and max(value) <= MAX_US)):
             return tuple(value)
     return tuple(items(value, where, time_us))
 

@@ -1,5 +1,6 @@
 """Places, files and numbers that nobody plans for: one line, and nothing that was there is lost."""
 
+import json
 import os
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def commands(group=cli, path=()):
 
 
 def copied(folder):
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for name in ("config.json", "model.safetensors"):
         (folder / name).write_bytes((MODEL / name).read_bytes())
 
@@ -72,7 +73,8 @@ def test_a_report_never_replaces_a_database(autosel, tmp_path, args):
 def test_a_report_never_replaces_a_checkpoints_file(autosel, tmp_path, name):
     path = tmp_path / name
     path.write_text("{}")
-    ran = autosel("export", "-o", path)
+    Store.open(tmp_path / "a.db").close()
+    ran = autosel("export", "-o", path, "--db", tmp_path / "a.db")
     assert ran.status == 1
     assert "part of a checkpoint" in ran.error
     assert path.read_text() == "{}"
@@ -103,6 +105,21 @@ def test_a_folder_whose_name_is_not_utf_8(autosel, tmp_path):
     assert "damaged" not in ran.error
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="Windows and macOS have no such encoding")
+def test_a_name_in_utf_8_where_the_encoding_is_ascii(tmp_path):
+    folder = tmp_path / "ünï 日本" / "my módel"
+    copied(folder)
+    args = ("sweep", str(folder), "--tokens", "1", "--backends", "emulation", "--trials", "1",
+            "--limit", "0.02", "--db", ":memory:", "--json")  # fmt: skip
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "autosel", *args],
+        capture_output=True, env={**os.environ, **ascii_only}, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["answers"][0]["decisions"]
+
+
 def test_a_name_that_is_too_long_for_the_sites_database(autosel, monkeypatch):
     monkeypatch.setenv("AUTOSEL_SITE_DB", f"/{'x' * 300}/a.db")
     ran = autosel("explain", MODEL, "--tokens", "1")
@@ -123,7 +140,7 @@ def closed(tmp_path):
     if sys.platform != "linux" or os.geteuid() != 0:
         pytest.skip("only root can give a file to somebody else")
     folder = tmp_path / "closed"
-    folder.mkdir()
+    folder.mkdir(parents=True)
     Store.open(folder / "site.db").close()
     os.chown(folder, 65534, 65534)
     folder.chmod(0o700)
@@ -160,3 +177,43 @@ def test_a_database_that_may_not_be_read_does_not_end_a_command(closed, tmp_path
     assert ran.returncode == 0, ran.stderr
     assert ran.stderr.startswith(f"warning: database {db}: ")
     assert ran.stderr.count("\n") == 1
+
+
+def test_a_mistyped_database_replaces_no_export(autosel, tmp_path):
+    good = tmp_path / "good.json"
+    good.write_text("kept")
+    for command in (("export",), ("db", "export")):
+        ran = autosel(*command, "--db", tmp_path / "nowhere.db", "-o", good)
+        assert ran.status == 1
+        assert "nowhere.db: file: found nothing, expected a database" in ran.error
+        assert good.read_text() == "kept"
+    assert autosel("export", "--db", tmp_path / "nowhere.db").status == 0  # shown, and nothing lost
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("plot", "--bits", "8", "-o", "x.png"), "--bits: name the checkpoint or preset"),
+        (("report", "--layer", "3", "--asym", "-o", "x.html"), "--layer, --asym: name the"),
+        (("export", "--experts", "4"), "--experts: name the checkpoint or preset"),
+        (("export", "--routing", "zipf"), "--routing: json takes in every routing and device"),
+        (("export", "--device", "cpu"), "--device: json takes in every routing and device"),
+        (("report", "--from", "a.db", "--bits", "8", "-o", "x.html"), "--bits: name the"),
+        (("report", "--from", "a.db", "--routing", "zipf", "-o", "x.html"), "--routing: --from"),
+        (("report", "--from", "a.db", "--device", "cuda", "-o", "x.html"), "--device: --from"),
+    ],
+)
+def test_options_without_effect_are_refused(autosel, tmp_path, monkeypatch, args, words):
+    """A script that asks for int8 must not be given int4 figures."""
+    monkeypatch.chdir(tmp_path)
+    Store.open("a.db").close()
+    ran = autosel(*args)
+    assert ran.status == 2
+    assert words in ran.error
+    assert not [*tmp_path.glob("x.*")]
+
+
+def test_a_preset_has_no_more_experts_than_the_model(autosel):
+    ran = autosel("explain", "granite-3-1b-a400m", "--experts", "400", "--tokens", "1")
+    assert ran.status == 1
+    assert "preset granite-3-1b-a400m: experts: found 400, expected at most 32" in ran.error

@@ -101,6 +101,10 @@ def test_backends_can_be_left_out(autosel, measured):
     ("options", "words"),
     [
         (("--weight-budget", "half"), "weight budget: value: found 'half', expected such as 1.0x"),
+        (
+            ("--weight-budget", "99999999999999999999TiB"),
+            "weight budget: value: found 99999999999999999999TiB, expected less than 2^63 bytes",
+        ),
         (("--weight-budget", "10KiB"), "the smallest set of layouts that serves every bucket is"),
         (("--histogram", "no-such"), "histogram: value: found 'no-such', expected a file, or one"),
         (("--exclude", "cpu_nativ"), "cpu_native"),
@@ -112,6 +116,21 @@ def test_refusals_are_one_line(autosel, measured, options, words):
     ran = autosel(*ASK, *options)
     assert ran.status == 1
     assert words in ran.error
+    # A sweep helps only where nothing is stored.
+    assert ("to measure it" in ran.err) == ("nothing is stored" in words)
+
+
+def test_explain_refuses_a_budget_beyond_all_bytes(autosel, measured):
+    budget = ("--weight-budget", f"{2**63}")
+    ran = autosel("explain", "granite-3-1b-a400m", "--tokens", 1, "--device", "cpu", *budget)
+    assert ran.status == 1
+    assert ran.error.endswith(f"found {2**63}, expected less than 2^63 bytes")
+
+
+def test_what_to_measure_is_asked_for_as_it_was_asked_for(autosel, measured):
+    ran = autosel(*ASK, "--routing", "zipf", "--cache", "hot")
+    again = "autosel sweep granite-3-1b-a400m --routing zipf --cache hot --device cpu"
+    assert f"to measure it: {again}\n" in ran.err
 
 
 def test_without_a_sweep_it_says_what_to_do(autosel):

@@ -1,12 +1,15 @@
 """Printing names from hostile files, and JSON that a strict reader accepts."""
 
+import io
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.cells import cell_len
 
 from autosel.cli.report import Report, Table, as_text
 from autosel.cli.text import (
@@ -43,6 +46,30 @@ def test_a_table_that_no_terminal_shows_is_neither_wrapped_nor_cut():
     long = "word " * 200
     shown = as_text(Report({}, [Table(("reason", ">n"), [(long.strip(), 7)])]))
     assert shown.splitlines()[1] == f"{long.strip()}  7"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("width", [1, 5, 10, 15, *range(20, 30), 40, 60, 100])
+def test_no_column_vanishes_on_a_narrow_terminal(width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr("sys.stdout", Terminal())
+    cells = ("x" * 30, "12345", "日本" * 5, "", "zzz", "q")
+    shown = as_text(Report({}, [Table(("A", ">B", "C", "D", "E", "F"), [cells])]))
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", shown)
+    for letter in "".join(cells) + "ABCDEF":
+        assert plain.count(letter) == "".join(cells).count(letter) + (letter in "ABCDEF"), letter
+    lines = plain.splitlines()
+    if "─" in plain:
+        assert max(map(cell_len, lines)) <= width
+        # Four letters of each, or the number of lines says nothing.
+        assert len(lines) <= 3 + -(-30 // 4)
+    else:
+        assert len(lines) == 2
+        assert width < 40
 
 
 @dataclass

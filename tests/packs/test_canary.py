@@ -82,7 +82,7 @@ def test_nan_stops_it():
     assert "nonfinite" in found.why
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no kernel image"), MemoryError(), SystemExit(3)])
+@pytest.mark.parametrize("error", [RuntimeError("no kernel image"), MemoryError()])
 def test_a_winner_that_raises_stops_it_and_nothing_else(error):
     def before(params):
         raise error
@@ -125,6 +125,76 @@ def test_who_does_not_get_through_in_time_has_not_passed():
     found = check(*fakes(), budget_s=1e-9)
     assert not found.passed
     assert "did not get through" in found.why
+
+
+# the count is a number in a stranger's file --------------------------------------------------
+
+
+def at(tokens):
+    decision = replace(entry(MADE_ON).decisions[0], bucket=TokenBucket(1, None, tokens))
+    return replace(made().entries[0], decisions=(decision,))
+
+
+class Slow:
+    """Takes so many seconds a call and a token, and knows the counts it was called with."""
+
+    def __init__(self, monkeypatch, call_s=0.0, token_s=0.0):
+        self.counts = []
+        self._call_s, self._token_s, self._now = call_s, token_s, 0.0
+        monkeypatch.setattr(canary.time, "monotonic", lambda: self._now)
+
+    def __call__(self, x, out, packed):
+        self.counts.append(len(x))
+        self._now += self._call_s + self._token_s * len(x)
+
+
+@pytest.mark.parametrize("tokens", [10**8, 2**31 - 1])
+def test_a_count_that_needs_gigabytes_is_refused_before_anything_is_made(monkeypatch, tokens):
+    monkeypatch.setattr(canary, "make_routing", lambda *a, **k: pytest.fail("was made"))
+    found = check(*fakes(), at(tokens))
+    assert not found.passed
+    assert f"at {tokens} tokens inputs and outputs take" in found.why
+    assert found.why.isprintable()
+
+
+def test_a_count_that_takes_too_long_is_refused_after_small_ones(monkeypatch):
+    slow = Slow(monkeypatch, token_s=1e-4)
+    found = check(*fakes(spoil=slow), at(1_000_000))
+    assert not found.passed
+    assert "at 1000000 tokens it would take about" in found.why
+    assert found.seconds <= canary.BUDGET_S
+    assert max(slow.counts) <= 4 * canary.FIRST_TOKENS
+
+
+def test_what_each_call_takes_is_not_multiplied(monkeypatch):
+    """Most of a call of few tokens is reading the weights: more tokens take little more."""
+    slow = Slow(monkeypatch, call_s=0.1)
+    found = check(*fakes(spoil=slow), at(2000))
+    assert found.passed, found.why
+    assert max(slow.counts) == 2000
+
+
+def test_a_winner_slow_at_any_count_is_refused(monkeypatch):
+    slow = Slow(monkeypatch, call_s=3.0)
+    found = check(*fakes(spoil=slow), at(200))
+    assert not found.passed
+    assert max(slow.counts) <= canary.FIRST_TOKENS
+    assert "it would take about" in found.why
+
+
+def test_a_rival_that_is_slow_counts_as_well(monkeypatch):
+    quick, _ = fakes()
+    slow = Slow(monkeypatch, token_s=1e-4)
+    found = check(quick, FakeBackend(quick.clock, 20.0, spoil=slow), at(1_000_000))
+    assert not found.passed
+    assert max(slow.counts) <= 4 * canary.FIRST_TOKENS
+
+
+def test_a_quick_winner_is_timed_at_its_large_count(monkeypatch):
+    slow = Slow(monkeypatch)
+    found = check(*fakes(spoil=slow), at(3000))
+    assert found.passed, found.why
+    assert set(found.figures) == {"3000"}
 
 
 def test_three_buckets():

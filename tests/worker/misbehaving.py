@@ -377,6 +377,19 @@ class DiskFull(Good):
         raise OSError(28, "No space left on device")
 
 
+class RaisesFromHandler(Good):
+    """In a worker a signal handler is a candidate's own, and so is what it raises."""
+
+    name = "raises_from_handler"
+
+    def misbehave(self, x: torch.Tensor) -> None:
+        def handler(*_: object) -> None:
+            raise RuntimeError("raised by a handler")
+
+        signal.signal(signal.SIGUSR2, handler)
+        signal.raise_signal(signal.SIGUSR2)
+
+
 #: What becomes of each kind: status, and words of the reason.
 BAD: dict[type[Good], tuple[str, str]] = {
     Segfault: ("crashed", "SIGSEGV"),
@@ -404,6 +417,7 @@ BAD: dict[type[Good], tuple[str, str]] = {
     PoisonsInTiming: ("crashed", "time: RuntimeError: CUDA error: an illegal memory access"),
     CrashesPacking: ("crashed", "pack: took its process down: SIGABRT"),
     ReportsSettings: ("failed", "found"),
+    RaisesFromHandler: ("failed", "raised by a handler"),
 }
 
 #: These are right, whatever else they do.

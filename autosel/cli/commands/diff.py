@@ -124,16 +124,19 @@ def _parts(found: ResultDiff, everything: bool, failed: bool) -> list[str | Tabl
 
 def _changed(cell: Cell, threshold: float) -> bool:
     """Whether the time clearly changed by more than the threshold, either way."""
-    if cell.ratio is None or cell.settled is False:
-        return False
-    return max(cell.ratio, 1 / cell.ratio) > 1 + threshold
+    return cell.settled is not False and _differs(cell, threshold)
+
+
+def _differs(cell: Cell, threshold: float) -> bool:
+    return cell.ratio is not None and max(cell.ratio, 1 / cell.ratio) > 1 + threshold
 
 
 def _row(cell: Cell, threshold: float) -> tuple[str, ...]:
     span = "-"
     if cell.interval is not None:
         span = f"{cell.interval[0]:.3f} to {cell.interval[1]:.3f}"
-    verdict = "regression" if cell.regression else "not settled" if cell.settled is False else "-"
+    unsettled = cell.settled is False and _differs(cell, threshold)
+    verdict = "regression" if cell.regression else "not settled" if unsettled else "-"
     if verdict == "-" and cell.ratio is not None and cell.ratio < 1 / (1 + threshold):
         verdict = "faster"
     return (

@@ -14,6 +14,8 @@ from autosel.cli.options import (
     db_option,
     device_option,
     layer_options,
+    refuse_given,
+    refuse_options_without_a_name,
     routing_option,
 )
 from autosel.cli.report import Report, Table
@@ -57,6 +59,9 @@ def command(
     sglang: one tuned file for each layer shape, and the variable that names its folder.
     """
     if form == "json":
+        if target is None:
+            refuse_options_without_a_name(layer_options)
+        refuse_given("json takes in every routing and device", "routing", "device", "stored_device")
         output = None if output == "-" else output
         if output is not None and Path(output).is_dir():
             raise click.UsageError(f"-o: found the folder {output}, expected a file")
@@ -74,7 +79,7 @@ def _json(
     db: str | None,
 ) -> Report:
     from autosel.atomic import atomic_file
-    from autosel.cli.database import reading
+    from autosel.cli.database import reading_to_write
     from autosel.cli.text import to_json
 
     problems: list[Any] = [None]
@@ -82,7 +87,7 @@ def _json(
         from autosel.cli.target import resolve
 
         problems = [layer.problem for layer in resolve(target, layer_options).layers]
-    with reading(db) as store:
+    with reading_to_write(db, output) as store:
         exports = [json.loads(store.export_json(p, history=history)) for p in problems]
     data = exports[0]
     for more in exports[1:]:

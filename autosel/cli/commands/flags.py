@@ -41,22 +41,24 @@ def command(
     """
     from autosel.cli.database import reading
     from autosel.cli.target import resolve
+    from autosel.core import Decision
     from autosel.device import detect
     from autosel.engine_decisions import engine_flags
     from autosel.errors import StoreError, field_error
-    from autosel.evidence import devices_named
+    from autosel.evidence import devices_named, gather
     from autosel.explanation import COLD
 
     timing = tuple(COLD.items())
+    decisions: list[Decision] = []
     with reading(db) as store:
         here = devices_named(store, stored_device)[-1] if stored_device else detect(device)
-        decisions = [
-            decision
-            for layer in resolve(target, layer_options).layers
-            for decision in store.decisions(
-                layer.problem, here, routing, timing=timing, allow_a8=allow_a8
-            )
-        ]
+        for layer in resolve(target, layer_options).layers:
+            key = (layer.problem, here)
+            found = store.decisions(*key, routing, timing=timing, allow_a8=allow_a8)
+            if not found:  # a sweep that was stopped before it decided has measured all the same
+                one = gather(store, *key, routing=routing, timing=COLD)
+                found = [each for each in one.outcomes if isinstance(each, Decision)]
+            decisions += found
     if not decisions:
         expected = "a decision; autosel sweep makes them, autosel explain says what is near"
         raise StoreError(field_error(target, f"decisions on {here.name}", "none", expected))

@@ -12,6 +12,8 @@ from autosel.cli.options import (
     db_option,
     device_option,
     layer_options,
+    refuse_given,
+    refuse_options_without_a_name,
     routing_option,
     stored_device_option,
 )
@@ -75,6 +77,8 @@ def command(
             raise click.UsageError(
                 "--from: a file is reported on whole; leave out names and --stored-device"
             )
+        refuse_options_without_a_name(layer_options)
+        refuse_given("--from reports on the whole of a file", "routing", "device", "db")
         found, place = read(source, timing=timing), source
     else:
         found, place = gather_named(

@@ -29,11 +29,11 @@ from autosel.cli.report import Report
 def command(output: str, form: str, view: str, history: bool, db: str | None) -> Report:
     """Write the whole database as CSV or strict JSON."""
     from autosel.atomic import atomic_file
-    from autosel.cli.database import reading
+    from autosel.cli.database import reading_to_write
     from autosel.store_tables import write_csv
 
     text = io.StringIO(newline="")
-    with reading(db) as store:
+    with reading_to_write(db, output) as store:
         if form == "csv":
             count = write_csv(store, view, text)
         else:

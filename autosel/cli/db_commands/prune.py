@@ -18,7 +18,7 @@ from autosel.cli.report import Report
     help="Also what this machine measured with another driver, other packages or kernels.",
 )  # fmt: skip
 @click.option(
-    "--older-than", type=click.IntRange(0), metavar="DAYS",
+    "--older-than", type=click.IntRange(0, 36500), metavar="DAYS",
     help="Only rows that were stored longer ago.",
 )  # fmt: skip
 @click.option(
