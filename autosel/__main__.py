@@ -13,11 +13,13 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 
 from autosel.cli.group import cli
-from autosel.cli.report import ReaderGoneError, note
+from autosel.cli.report import ReaderGoneError, note, say
+from autosel.cli.streams import Lenient, to_null
 from autosel.cli.text import one_line, to_json
 from autosel.errors import AutoselError
 
@@ -37,13 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             return _run(args, as_json=as_json, debug=debug)
         except ReaderGoneError:
-            _drop_output()
+            to_null(sys.stdout)
             return READER_GONE
-
-
-def _drop_output() -> None:
-    """What is still buffered has nowhere to go; Python would complain about it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
@@ -53,18 +50,25 @@ def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
             try:
                 click.echo(to_json({"error": {"type": kind, "message": one_line(message)}}))
             except OSError:  # the full disk that is being reported
-                _drop_output()
+                to_null(sys.stdout)
         note(f"error: {message}")
         return status
 
+    stdout = sys.stdout
     try:
         result = cli.main(args, prog_name="autosel", standalone_mode=False, obj=args)
-        sys.stdout.flush()  # a full disk must show here, not when Python exits
+        _flush()  # a full disk must show here, not when Python exits
         return result if isinstance(result, int) else DONE
     except ReaderGoneError:
         raise
+    except SystemExit as end:
+        # Click's own way out where a pipe broke, with the streams wrapped: whoever read --help or
+        # --version went away.
+        if sys.stdout is not stdout:
+            raise ReaderGoneError from end
+        raise
     except click.exceptions.NoArgsIsHelpError as error:
-        click.echo(error.format_message(), err=True)
+        say(error.format_message())
         return USAGE
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "autosel"
@@ -81,13 +85,20 @@ def _run(args: list[str], *, as_json: bool, debug: bool) -> int:
         try:
             sys.stdout.flush()
         except OSError:
-            _drop_output()
+            to_null(sys.stdout)
         named = f"{error.filename}: " if error.filename else ""
         return fail(REFUSED, error, f"{named}{error.strerror or error}")
     except Exception as error:
         if debug:
             traceback.print_exc()
         return fail(REFUSED, error, _unexpected(error, debug=debug))
+
+
+def _flush() -> None:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderGoneError from error
 
 
 def _unexpected(error: Exception, *, debug: bool) -> str:
@@ -123,12 +134,18 @@ def _open_closed_streams() -> None:
 
 @contextlib.contextmanager
 def _quiet_streams() -> Iterator[None]:
-    """Keep an output stream of a narrow encoding from failing on a letter it lacks."""
-    for stream in (sys.stdout, sys.stderr):
+    """Keep output from failing on a letter that an encoding lacks, or on a full standard error."""
+    kept = sys.stdout, sys.stderr  # click wraps both where a pipe broke
+    for stream in kept:
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             reconfigure(errors="backslashreplace")
-    yield
+    lenient: Any = Lenient(sys.stderr)
+    sys.stderr = lenient
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = kept
 
 
 def _show_warning(message: Warning | str, *_: object, **__: object) -> None:

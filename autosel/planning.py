@@ -145,6 +145,13 @@ def measurements(
     return rows
 
 
+def unmeasured(
+    store: Store, problem: Problem, device: Device, routing: str, timing: Timing = COLD
+) -> bool:
+    """Whether nothing is stored of a layer, so that only a sweep helps."""
+    return not _stored(store, problem, device, routing, timing)
+
+
 def _stored(
     store: Store, problem: Problem, device: Device, routing: str, timing: Timing
 ) -> list[Measurement]:

@@ -100,11 +100,15 @@ class Style:
 
 @dataclass(frozen=True, slots=True)
 class Caption:
-    """The words around a figure: a title, a line under it and the footer's lines."""
+    """The words around a figure: a title, a line under it and the footer's lines.
+
+    ``notes`` are the footer's further lines; a small figure leaves them out, the last one first.
+    """
 
     title: str
     subtitle: str = ""
     footer: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def styles(names: Iterable[str]) -> dict[str, Style]:
@@ -194,7 +198,7 @@ def new_frame(size: tuple[float, float], caption: Caption) -> Frame:
     room = width - 2 * _MARGIN
     title = wrap(caption.title, room, 11, bold=True)
     subtitle = wrap(caption.subtitle, room, 8.5)
-    footer = [line for text in caption.footer for line in wrap(text, room, 7)]
+    footer = [line for text in (*caption.footer, *caption.notes) for line in wrap(text, room, 7)]
     y = height - _MARGIN
     looks: tuple[tuple[list[str], float, dict[str, Any]], ...] = (
         (title, 11, {"fontweight": "bold"}),

@@ -82,7 +82,8 @@ class Tables:
         columns = {**columns, **stamps}
         names, marks = ", ".join(columns), ", ".join("?" * len(columns))
         cursor = self._connection.execute(
-            f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(columns.values())
+            f"INSERT INTO {table} ({names}) VALUES ({marks})",
+            tuple(map(_storable, columns.values())),
         )
         return int(cursor.lastrowid or 0)
 
@@ -176,3 +177,8 @@ def _file_of(path: Path | None) -> tuple[int, int] | None:
     if status is None or not stat.S_ISREG(status.st_mode):
         return None
     return status.st_dev, status.st_ino
+
+
+def _storable(value: object) -> object:
+    """Text that SQLite takes: a file's name may hold bytes that are no letters of the encoding."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value

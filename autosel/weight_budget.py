@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from autosel.errors import AutoselError, field_error
 
@@ -22,6 +23,10 @@ _UNITS = {
     "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+#: Bytes from which on a budget is refused: the database holds no greater number.
+TOO_MANY = 2**63
+#: Far more copies than there are layouts.
+MOST_COPIES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +45,15 @@ class WeightBudget:
             raise AutoselError(
                 field_error("weight budget", "value", repr(text), "such as 1.0x, 1.5x or 12GiB")
             )
-        number = float(found[1])
+        number = Fraction(found[1].rstrip("."))  # a float would round bytes from 2**53 on
         if unit == "X":
-            if number < 1:
+            if not 1 <= number <= MOST_COPIES:
                 raise AutoselError(
-                    field_error("weight budget", "copies", found[1], "at least 1.0x")
+                    field_error("weight budget", "copies", found[1], f"1.0x to {MOST_COPIES}x")
                 )
-            return WeightBudget(number, None)
+            return WeightBudget(float(number), None)
         total = math.floor(number * _UNITS[unit or ""])
+        _need_room(total, text.strip())
         # Nobody means 1.5 or 2 bytes.
         if total < 1 or (not unit and number < 1000):
             raise AutoselError(
@@ -58,14 +64,20 @@ class WeightBudget:
     def bytes(self, copy_bytes: int, layers: int) -> int:
         """Bytes for one of ``layers`` layers whose smallest packed copy takes ``copy_bytes``."""
         if self.copies is not None:
-            return math.floor((self.copies + SLACK) * copy_bytes)
+            total = math.floor((self.copies + SLACK) * copy_bytes)
+            _need_room(total, f"{self} of {copy_bytes} bytes")
+            return total
         return (self.total_bytes or 0) // layers
 
     def __str__(self) -> str:
         if self.copies is not None:
-            number = f"{self.copies:g}"
-            return f"{number if '.' in number or 'e' in number else number + '.0'}x"
+            return f"{self.copies!r}x"  # read again as the same number
         for name, size in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
             if self.total_bytes is not None and self.total_bytes % size == 0:
                 return f"{self.total_bytes // size}{name}"
         return f"{self.total_bytes}B"
+
+
+def _need_room(total: int, words: str) -> None:
+    if total >= TOO_MANY:
+        raise AutoselError(field_error("weight budget", "value", words, "less than 2^63 bytes"))

@@ -101,7 +101,8 @@ def _print_version(ctx: click.Context) -> None:
     cls=Group,
     package=commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit status: 0 done, 1 refused (one line says why), 2 wrong usage, 130 interrupted.",
+    epilog="Exit status: 0 done, 1 refused (one line says why), 2 wrong usage, 130 interrupted, "
+    "141 the reader of the output went away.",
 )
 @click.option(
     "--version",

@@ -17,14 +17,18 @@ from typing import Any
 
 import click
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from autosel.cli.streams import to_null
 from autosel.cli.text import one_line, printable, to_json
 
 #: Wide enough that no line of a report that is not read on a terminal is ever wrapped or cut.
 _UNWRAPPED = 100_000
+#: Letters of a column that may be folded; fewer cannot be read.
+_NARROWEST = 4
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,11 @@ def stdout_reserved() -> Iterator[None]:
             stack.callback(os.dup2, kept, 1)
             os.dup2(2, 1)
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        yield
+        try:
+            yield
+        except BrokenPipeError as error:
+            # Of a helper process. Click would take it for our reader's and end without a word.
+            raise RuntimeError(f"a helper process went away: {error}") from error
 
 
 def emit(report: Report, *, as_json: bool) -> None:
@@ -92,11 +100,15 @@ def as_text(report: Report) -> str:
 
 
 def render(table: Table) -> str:
-    """The table as text: boxed and fitted to a terminal, else plain columns that never wrap."""
-    terminal = sys.stdout.isatty()
+    """The table as text: boxed and fitted to a terminal, else plain columns that never wrap.
+
+    Plain too on a terminal that is too narrow for it, where columns would vanish without a word.
+    """
+    width = shutil.get_terminal_size().columns
+    terminal = sys.stdout.isatty() and width >= _least_width(table)
     console = Console(
         file=io.StringIO(),
-        width=shutil.get_terminal_size().columns if terminal else _UNWRAPPED,
+        width=width if terminal else _UNWRAPPED,
         force_terminal=terminal,
         legacy_windows=False,
         highlight=False,
@@ -125,9 +137,27 @@ def render(table: Table) -> str:
     return "\n".join(line.rstrip() for line in text.splitlines())
 
 
+def _least_width(table: Table) -> int:
+    """Letters that the boxed table needs: some of each column's text, and two around it."""
+    least = 0
+    for number, name in enumerate(table.columns):
+        cells = [name.removeprefix(">"), *(printable(row[number]) for row in table.rows)]
+        widest = max(max(map(cell_len, text.splitlines()), default=0) for text in cells)
+        least += 2 + (widest if name.startswith(">") else min(widest, _NARROWEST))
+    return least
+
+
 def note(message: object) -> None:
-    """One line for people on standard error."""
-    click.echo(one_line(message), err=True)
+    """One line for people on standard error; dropped where that is full or has no reader."""
+    say(one_line(message))
+
+
+def say(text: str) -> None:
+    """Text of several lines for people on standard error."""
+    try:
+        click.echo(text, err=True)
+    except OSError:
+        to_null(sys.stderr)
 
 
 def warn(message: object) -> None:

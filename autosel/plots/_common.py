@@ -14,7 +14,7 @@ import autosel
 from autosel.core import Device
 from autosel.errors import AutoselError, field_error
 from autosel.evidence import Evidence
-from autosel.plot_style import Caption, Frame, new_frame
+from autosel.plot_style import Caption
 from autosel.safe_text import printable
 from autosel.stats import ranking_quantile
 from autosel.words import device_text, versions_text
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDE = (9.0, 5.6)
-NARROW = 7.0  # inches; below it a legend stands above the axes instead of beside them
+TICK = 0.125  # inches of a label of 8 points on an upright axis
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +112,20 @@ def figure_words(one: Evidence) -> str:
 
 
 def caption(
-    found: Sequence[Evidence], options: Options, title: str, subtitle: str, footer: Iterable[str]
+    found: Sequence[Evidence],
+    options: Options,
+    title: str,
+    subtitle: str,
+    notes: Iterable[str],
+    key: Iterable[str] = (),
 ) -> Caption:
-    lines = (*machine_lines(found), *footer)
+    """The words of a figure; without the lines of ``key`` nobody could read it."""
+    lines = (*machine_lines(found), *key)
     return Caption(
-        printable(options.title or title), printable(subtitle), tuple(map(printable, lines))
+        printable(options.title or title),
+        printable(subtitle),
+        tuple(map(printable, lines)),
+        tuple(map(printable, notes)),
     )
 
 
@@ -149,36 +158,52 @@ def token_axis(axes: Axes, counts: Sequence[int]) -> None:
     """A logarithmic axis with a tick at each measured count, labelled where there is room."""
     axes.set_xscale("log")
     axes.set_xlim(0.75 * counts[0], 1.35 * counts[-1])
-    axes.set_xticks(counts, _labels_that_fit(counts, width_inches(axes)), fontsize=8)
+    axes.set_xticks(counts, labels_that_fit(axes, counts, map(str, counts)), fontsize=8)
     axes.set_xticks([], minor=True)
-    axes.set_xlabel("Tokens in the call (log)", labelpad=2)
+    name_x(axes, "Tokens in the call (log)", "Tokens (log)")
 
 
-def _labels_that_fit(counts: Sequence[int], inches: float) -> list[str]:
-    """Tick labels, empty where one would run into the label before it."""
-    scale = inches / np.log(1.35 * counts[-1] / (0.75 * counts[0]))
-    labels, edge = [], -np.inf
-    for count in counts:
-        at, half = scale * np.log(count), 0.035 * len(str(count)) + 0.03
+def labels_that_fit(axes: Axes, ticks: Sequence[float], labels: Iterable[str]) -> list[str]:
+    """Labels of a logarithmic x axis, empty where one would run into the label before it."""
+    low, high = axes.get_xlim()
+    scale = width_inches(axes) / np.log(high / low)
+    fitting, edge = [], -np.inf
+    for tick, label in zip(ticks, labels, strict=True):
+        at, half = scale * np.log(tick), 0.035 * len(label) + 0.03
         fits = at - half > edge
-        labels.append(str(count) if fits else "")
+        fitting.append(label if fits else "")
         edge = at + half if fits else edge
-    return labels
+    return fitting
 
 
 def time_axis(axes: Axes, name: str = "Time of one call (log)") -> None:
     """Ticks such as ``200 µs`` and ``1 ms``, at 1 or at 1, 2 and 5 of each decade."""
     low, high = axes.get_ylim()
-    steps = (1,) if high / low > 300 else (1, 2, 5)
-    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    ticks = [step * 10.0**decade for decade in decades for step in steps]
-    ticks = [tick for tick in ticks if low <= tick <= high]
+    ticks = _decade_ticks(low, high, (1,) if high / low > 300 else (1, 2, 5))
+    if len(ticks) > 2 and TICK * np.log(high / low) / np.log(2) > height_inches(axes):
+        ticks = _decade_ticks(low, high, (1,))
     if len(ticks) < 2:  # a narrow range: its own ends
         ticks = [float(f"{value:.2g}") for value in np.geomspace(low, high, 5)[1:-1]]
     axes.set_yticks(ticks, [time_label(tick) for tick in ticks], fontsize=8)
     axes.set_yticks([], minor=True)
     axes.set_ylim(low, high)
-    axes.set_ylabel(name if text_inches(name, 9) < height_inches(axes) else "Time (log)")
+    name_y(axes, name, "Time (log)")
+
+
+def _decade_ticks(low: float, high: float, steps: Sequence[int]) -> list[float]:
+    decades = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    ticks = [step * 10.0**decade for decade in decades for step in steps]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+def name_x(axes: Axes, name: str, short: str) -> None:
+    """Name the axis of tokens, bytes or times; ``short`` where ``name`` is wider than the axes."""
+    axes.set_xlabel(name if text_inches(name, 9) < width_inches(axes) else short, labelpad=2)
+
+
+def name_y(axes: Axes, name: str, short: str) -> None:
+    """The same for the upright axis."""
+    axes.set_ylabel(name if text_inches(name, 9) < height_inches(axes) else short)
 
 
 def time_label(microseconds: float) -> str:
@@ -211,50 +236,3 @@ def shortened(text: str, inches: float, points: float) -> str:
         return text
     head = (room - 1) * 2 // 3
     return f"{text[:head]}…{text[len(text) - (room - 1 - head) :]}"
-
-
-def fitted(size: tuple[float, float], words: Caption, inches: float) -> Frame:
-    """A captioned frame whose free box is ``inches`` high, or less where ``size`` has no room."""
-    frame = new_frame(size, words)
-    spare = frame.inches[1] - inches
-    return new_frame((size[0], size[1] - spare), words) if spare > 0 else frame
-
-
-Legend = Callable[[Any, Any], None]
-
-
-def legend_room(frame: Frame, entries: Iterable[str]) -> tuple[float, float, Legend]:
-    """Right and upper edge left for axes, in fractions of the figure, and what draws the legend.
-
-    The legend stands at the right of a wide figure and above the axes of a narrow one.
-    """
-    width, height = map(float, frame.figure.get_size_inches())
-    names = list(entries)
-    beside = frame.inches[0] >= NARROW
-    # Line sample and name, in inches; a name is cut rather than the axes.
-    most = frame.inches[0] * (0.33 if beside else 1.0)
-    entry = min(0.62 + 0.07 * max(map(len, names)), most)
-    columns = 1 if beside else max(1, int(frame.inches[0] // entry))
-    rows = 0 if beside else -(-len(names) // columns)
-    right = frame.right - (entry / width if beside else 0.05 / width)
-    ceiling = frame.top - (rows * 0.185 + 0.08 * bool(rows)) / height
-
-    def legend(handles: Any, labels: Any) -> None:
-        at = (right + 0.08 / width, ceiling) if beside else (frame.left, frame.top)
-        fitting = [shortened(label, (entry - 0.62) * 1.15, 8.5) for label in labels]
-        frame.figure.legend(
-            handles, fitting, ncols=columns, borderaxespad=0, borderpad=0.1, handlelength=3,
-            labelspacing=0.35, columnspacing=1.0, loc="upper left", bbox_to_anchor=at,
-        )  # fmt: skip
-
-    return right, ceiling, legend
-
-
-def place_legend(
-    frame: Frame, entries: Iterable[str], left: float = 0.72, bottom: float = 0.42
-) -> tuple[Axes, Legend]:
-    """Axes that leave room for a legend, and what draws it; ``left`` and ``bottom`` in inches."""
-    width, height = map(float, frame.figure.get_size_inches())
-    right, ceiling, legend = legend_room(frame, entries)
-    x, y = frame.left + left / width, frame.bottom + bottom / height
-    return frame.figure.add_axes((x, y, right - x, ceiling - y)), legend

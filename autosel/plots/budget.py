@@ -10,18 +10,19 @@ import pandas as pd
 from autosel.errors import NothingUsableError
 from autosel.evidence import Evidence
 from autosel.plans import plan as make_plan
-from autosel.plot_style import Caption, drawing, new_frame
+from autosel.plot_style import Caption, drawing
 from autosel.plots._common import (
     WIDE,
     Kind,
     Options,
     caption,
     figure_words,
+    name_x,
     need,
-    place_legend,
     short_time,
     time_axis,
 )
+from autosel.plots._room import placed_with_legend
 from autosel.safe_text import printable
 from autosel.weight_budget import WeightBudget
 from autosel.words import problem_text
@@ -87,8 +88,9 @@ def plot_budget(
     """
     need(table, "candidates that a plan can be made of")
     with drawing():
-        frame = new_frame(size, words or Caption("Bytes against expected time"))
-        axes, legend = place_legend(frame, (PLAN, BEST))
+        words = words or Caption("Bytes against expected time")
+        figure, place, legend = placed_with_legend(size, words, (PLAN, BEST))
+        axes = figure.add_axes(place)
         axes.set_yscale("log")
         most = float(table["resident_bytes"].max()) / MIB
         least = float(table["best_us"].min())
@@ -106,11 +108,11 @@ def plot_budget(
                 (row["resident_bytes"] / MIB, row["time_us"]), (0, 7), ha="center", va="bottom",
                 textcoords="offset points", fontsize=8,
             )  # fmt: skip
-        axes.set_xlabel("Packed weights resident for one layer (MiB)", labelpad=2)
+        name_x(axes, "Packed weights resident for one layer (MiB)", "Weights (MiB)")
         axes.tick_params(axis="x", labelsize=8)
         time_axis(axes, "Expected time of one call (log)")
         legend(*axes.get_legend_handles_labels())
-    return frame.figure
+    return figure
 
 
 def _table(found: Sequence[Evidence], options: Options) -> pd.DataFrame:

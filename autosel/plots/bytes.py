@@ -10,20 +10,21 @@ import pandas as pd
 from autosel import samples
 from autosel.core import Decision
 from autosel.evidence import Evidence
-from autosel.plot_style import Caption, drawing, new_frame, styles
+from autosel.plot_style import Caption, drawing, styles
 from autosel.plots._common import (
     WIDE,
     Kind,
     Options,
     caption,
     figure_words,
+    name_x,
     need,
-    place_legend,
     series_name,
     short_time,
     time_axis,
     tokens_or_default,
 )
+from autosel.plots._room import placed_with_legend
 from autosel.words import problem_text
 
 if TYPE_CHECKING:
@@ -91,8 +92,9 @@ def plot_bytes(
     need(table, "correct candidates whose bytes are known")
     style = styles(table["series"])
     with drawing():
-        frame = new_frame(size, words or Caption("Bytes against time"))
-        axes, legend = place_legend(frame, {*style, CHOSEN, FRONT})
+        words = words or Caption("Bytes against time")
+        figure, place, legend = placed_with_legend(size, words, {*style, CHOSEN, FRONT})
+        axes = figure.add_axes(place)
         axes.set_yscale("log")
         front = table[table["front"]].sort_values("weight_bytes")
         axes.step(
@@ -116,11 +118,11 @@ def plot_bytes(
         axes.set_xlim(0, 1.08 * most)
         low, high = float(table["time_us"].min()), float(table["time_us"].max())
         axes.set_ylim(low / 1.35, high * 1.35)
-        axes.set_xlabel("Packed weights of one layer (MiB)", labelpad=2)
+        name_x(axes, "Packed weights of one layer (MiB)", "Weights (MiB)")
         axes.tick_params(axis="x", labelsize=8)
         time_axis(axes)
         legend(*axes.get_legend_handles_labels())
-    return frame.figure
+    return figure
 
 
 def _table(found: Sequence[Evidence], options: Options) -> pd.DataFrame:

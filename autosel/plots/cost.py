@@ -13,16 +13,16 @@ from autosel.core import Measurement
 from autosel.evidence import Evidence
 from autosel.plot_style import Caption, drawing
 from autosel.plots._common import (
-    NARROW,
     WIDE,
     Kind,
     Options,
     caption,
-    fitted,
+    name_x,
     need,
-    place_legend,
     text_inches,
+    width_inches,
 )
+from autosel.plots._room import NARROW, placed_with_legend, row_room
 from autosel.store import Sweep
 
 if TYPE_CHECKING:
@@ -106,11 +106,12 @@ def plot_cost(
     with drawing():
         words = words or Caption("Where the tuning's time went")
         # Rows of the legend: two at most where it stands above the axes.
-        frame = fitted(size, words, 0.36 * len(wide) + 0.52 + 0.5 * (size[0] < NARROW))
-        width = float(frame.figure.get_size_inches()[0])
-        axes, legend = place_legend(
-            frame, set(wide.columns), left=max(text_inches(str(n), 8) for n in wide.index) + 0.1
-        )
+        figure, place, legend = placed_with_legend(
+            size, words, set(wide.columns),
+            left=max(text_inches(str(n), 8) for n in wide.index) + 0.1,
+            least=row_room(len(wide)), most=0.36 * len(wide) + 0.52 + 0.5 * (size[0] < NARROW),
+        )  # fmt: skip
+        axes = figure.add_axes(place)
         left = pd.Series(0.0, index=wide.index)
         for step in wide.columns:
             colour, hatch = STEPS[str(step)]
@@ -125,14 +126,25 @@ def plot_cost(
                 textcoords="offset points", va="center", fontsize=7.5,
             )  # fmt: skip
         axes.set_ylim(len(wide) - 0.5, -0.5)
-        axes.set_xlim(0, float(totals.max()) * (1.12 if width > 7 else 1.25))
+        past = _past_the_bars(totals, size[0] > NARROW, width_inches(axes))
+        axes.set_xlim(0, past * float(totals.max()))
         axes.set_yticks(range(len(wide)), list(map(str, wide.index)), fontsize=8)
         axes.tick_params(axis="y", length=0)
         axes.tick_params(axis="x", labelsize=8)
         axes.grid(visible=False, axis="y")
-        axes.set_xlabel("Wall time of the sweep (s)", labelpad=2)
+        name_x(axes, "Wall time of the sweep (s)", "Time (s)")
         legend(*axes.get_legend_handles_labels())
-    return frame.figure
+    return figure
+
+
+def _past_the_bars(totals: pd.Series, wide: bool, inches: float) -> float:
+    """How far the axis goes on, over the longest bar, so that each bar's number has room."""
+    largest = float(totals.max())
+    past = 1.12 if wide else 1.25
+    for total in map(float, totals):
+        room = text_inches(_seconds_text(total), 7.5) + 0.12
+        past = max(past, total / largest / max(1 - room / inches, 0.2))
+    return past
 
 
 def _seconds_text(seconds: float) -> str:

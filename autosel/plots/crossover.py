@@ -18,7 +18,6 @@ from autosel.plots._common import (
     Options,
     caption,
     figure_words,
-    fitted,
     height_inches,
     need,
     routings,
@@ -28,6 +27,7 @@ from autosel.plots._common import (
     token_axis,
     width_inches,
 )
+from autosel.plots._room import label_room, placed, row_room
 from autosel.plots.latency import latency_data
 from autosel.words import is_settled
 
@@ -42,6 +42,8 @@ CROSSOVER_COLUMNS = (
 NOTHING = "nothing usable"
 #: Inches of a row; two lines of text need the upper, one the lower.
 TWO_LINES, ONE_LINE = 0.42, 0.26
+#: Least inches of a row; its words just do not touch those of the next.
+BAND = 0.12
 
 
 def crossover_data(found: Sequence[Evidence]) -> pd.DataFrame:
@@ -123,11 +125,12 @@ def plot_crossover(
     counts = sorted({count for run in table["counts"] for count in run})
     with drawing():
         words = words or Caption("What is chosen where")
-        frame = fitted(size, words, 0.62 * len(layers) + 0.42)
-        width, height = map(float, frame.figure.get_size_inches())
-        names = min(max(text_inches(name, 8) for name in layers) + 0.1, width * 0.3)
-        left, bottom = frame.left + names / width, frame.bottom + 0.42 / height
-        axes = frame.figure.add_axes((left, bottom, frame.right - left - 0.01, frame.top - bottom))
+        frame, place = placed(
+            size, words, lambda frame: (label_room(frame, layers, 8, 0.3), 0.42, 0.05, 0.0),
+            row_room(len(layers), row=BAND), 0.62 * len(layers) + 0.42,
+        )  # fmt: skip
+        names = label_room(frame, layers, 8, 0.3)
+        axes = frame.figure.add_axes(place)
         token_axis(axes, counts)
         axes.set_ylim(len(layers) - 0.5, -0.5)
         axes.grid(visible=False)
@@ -190,23 +193,22 @@ def _table(found: Sequence[Evidence], options: Options) -> pd.DataFrame:
 def _figure(found: Sequence[Evidence], options: Options) -> Figure:
     table = _table(found, options)
     need(table, "decisions")
-    footer = [
+    notes = [
         f"Chosen by the {figure_words(found[0])}. A border with a number is where the two lines "
         "cross between measured token counts; others lie halfway. "
-        + ("" if found[0].figures else "?: tied with another backend or too noisy somewhere. ")
-        + _marks(table)
+        + ("" if found[0].figures else "?: tied with another backend or too noisy somewhere.")
     ]
-    words = caption(found, options, "What is chosen where", routings(found), footer)
+    words = caption(found, options, "What is chosen where", routings(found), notes, _marks(table))
     size = options.size
     if size == WIDE:  # nobody asked for a size: as tall as its rows need
         size = (size[0], max(size[1], 1.6 + ONE_LINE * table["layer"].nunique()))
     return plot_crossover(table, words, size)
 
 
-def _marks(table: pd.DataFrame) -> str:
+def _marks(table: pd.DataFrame) -> list[str]:
     """What stands for whom where a band has no room for a name."""
     told = [f"{look.symbol} {name}" for name, look in styles(table["series"]).items()]
-    return f"In narrow bands: {', '.join(told)}." if len(told) > 1 else ""
+    return [f"In narrow bands: {', '.join(told)}."] if len(told) > 1 else []
 
 
 def _describe(table: pd.DataFrame) -> str:

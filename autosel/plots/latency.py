@@ -11,14 +11,12 @@ import pandas as pd
 from autosel import samples
 from autosel.core import Decision, Measurement, Problem
 from autosel.evidence import Evidence, experts_hit
-from autosel.plot_style import Caption, Frame, Style, drawing, new_frame, styles
+from autosel.plot_style import Caption, Style, drawing, styles
 from autosel.plots._common import (
     WIDE,
     Kind,
-    Legend,
     Options,
     caption,
-    legend_room,
     need,
     series_name,
     short_time,
@@ -27,6 +25,7 @@ from autosel.plots._common import (
     token_axis,
     width_inches,
 )
+from autosel.plots._room import Rect, placed_with_legend
 from autosel.roofline import Ceilings, roofline
 from autosel.routing_file import is_known
 from autosel.stats import ranking_quantile
@@ -53,6 +52,8 @@ WINNER_COLUMNS = (
 ROOFLINE_COLUMNS = ("num_tokens", "experts_hit", "bytes", "flops", "time_us", "bound")
 
 CHOSEN, BOUND = "chosen", "roofline"
+#: Inches of the strip and the gap above it.
+STRIP = 0.52
 
 #: (local experts hit, slots served here) at a token count.
 Hits = Callable[[int], tuple[float, float]]
@@ -143,8 +144,11 @@ def plot_latency(
     names = [*latency["series"], *winners["series"]]
     style = styles(names)
     with drawing():
-        frame = new_frame(size, words or Caption("Latency of one MoE layer"))
-        top, strip, legend = _axes(frame, {*names, CHOSEN, BOUND})
+        figure, place, legend = placed_with_legend(
+            size, words or Caption("Latency of one MoE layer"), {*names, CHOSEN, BOUND},
+            bottom=0.42 + STRIP,
+        )  # fmt: skip
+        top, strip = _axes(figure, place)
         _draw_lines(top, latency, style)
         if bound is not None and not bound.empty:
             _draw_bound(top, bound)
@@ -155,19 +159,16 @@ def plot_latency(
         extra = [name for name in (CHOSEN, BOUND) if name in entries]
         order = [*(name for name in entries if name not in extra), *extra]
         legend([entries[name] for name in order], order)
-    return frame.figure
+    return figure
 
 
-def _axes(frame: Frame, entries: set[str]) -> tuple[Axes, Axes, Legend]:
-    """The main axes, the strip below it, and what draws the legend."""
-    width, height = map(float, frame.figure.get_size_inches())
-    right, ceiling, legend = legend_room(frame, entries)
-    left, bottom = frame.left + 0.72 / width, frame.bottom + 0.42 / height
-    strip_top = bottom + 0.42 / height
-    strip = frame.figure.add_axes((left, bottom, right - left, 0.42 / height))
-    floor = strip_top + 0.1 / height
-    top = frame.figure.add_axes((left, floor, right - left, ceiling - floor), sharex=strip)
-    return top, strip, legend
+def _axes(figure: Figure, place: Rect) -> tuple[Axes, Axes]:
+    """The main axes at ``place`` and the strip below it."""
+    left, floor, width, height = place
+    inch = 1 / float(figure.get_size_inches()[1])
+    strip = figure.add_axes((left, floor - STRIP * inch, width, (STRIP - 0.1) * inch))
+    top = figure.add_axes((left, floor, width, height), sharex=strip)
+    return top, strip
 
 
 def _draw_lines(axes: Axes, latency: pd.DataFrame, style: dict[str, Style]) -> None:

@@ -21,14 +21,15 @@ from autosel.plots._common import (
     Options,
     caption,
     figure_words,
-    fitted,
     height_inches,
+    labels_that_fit,
+    name_x,
     need,
     series_name,
     shortened,
-    text_inches,
     tokens_or_default,
 )
+from autosel.plots._room import label_room, placed, row_room
 from autosel.words import problem_text, settled_text
 
 if TYPE_CHECKING:
@@ -109,14 +110,14 @@ def plot_noise(
     need(table, "a decision with timed candidates")
     shown: Any = table.head(SHOWN).to_dict("records")
     with drawing():
-        frame = fitted(size, words or Caption("Noise and ties"), 0.42 * len(shown) + 0.52)
-        width, height = map(float, frame.figure.get_size_inches())
         labels = [row["candidate"] for row in shown]
-        names = min(max(text_inches(name, 7.5) for name in labels) + 0.1, width * 0.34)
-        verdicts = 0.85
-        left, bottom = frame.left + names / width, frame.bottom + 0.42 / height
-        right = frame.right - verdicts / width
-        axes = frame.figure.add_axes((left, bottom, right - left, frame.top - bottom))
+        frame, place = placed(
+            size, words or Caption("Noise and ties"),
+            lambda frame: (label_room(frame, labels, 7.5, 0.34), 0.42, 0.85, 0.0),
+            row_room(len(shown)), 0.42 * len(shown) + 0.52,
+        )  # fmt: skip
+        names = label_room(frame, labels, 7.5, 0.34)
+        axes = frame.figure.add_axes(place)
         axes.set_xscale("log")
         axes.set_ylim(len(shown) - 0.5, -0.5)
         axes.axvspan(1, 1 + TIE_LIMIT, facecolor="#000000", alpha=0.07, zorder=0)
@@ -145,13 +146,14 @@ def plot_noise(
             )  # fmt: skip
         axes.set_xlim(low, high)
         ticks = _ratio_ticks(low, high)
-        axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks], fontsize=8)
+        told = labels_that_fit(axes, ticks, [f"{tick:g}x" for tick in ticks])
+        axes.set_xticks(ticks, told, fontsize=8)
         axes.set_xticks([], minor=True)
         axes.set_yticks(
             range(len(shown)), [shortened(name, names - 0.1, 7.5) for name in labels], fontsize=7.5
         )
         axes.tick_params(axis="y", length=0)
-        axes.set_xlabel("Time over the chosen candidate's (log)", labelpad=2)
+        name_x(axes, "Time over the chosen candidate's (log)", "Ratio (log)")
     return frame.figure
 
 

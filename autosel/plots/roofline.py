@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from autosel.evidence import Evidence
-from autosel.plot_style import Caption, drawing, new_frame, styles
+from autosel.plot_style import Caption, drawing, styles
 from autosel.plots._common import (
     WIDE,
     Kind,
     Options,
     caption,
     figure_words,
+    name_y,
     need,
-    place_legend,
     three_digits,
     token_axis,
 )
+from autosel.plots._room import placed_with_legend
 from autosel.plots.latency import latency_data
 from autosel.words import problem_text
 
@@ -58,8 +59,9 @@ def plot_roofline_share(
     style = styles(table["series"])
     counts = sorted(set(map(int, table["num_tokens"])))
     with drawing():
-        frame = new_frame(size, words or Caption("Share of the roofline"))
-        axes, legend = place_legend(frame, set(style))
+        words = words or Caption("Share of the roofline")
+        figure, place, legend = placed_with_legend(size, words, set(style))
+        axes = figure.add_axes(place)
         last = table.sort_values("num_tokens").groupby("series")["share"].last()
         for name in last.sort_values(ascending=False).index:
             rows = table[table["series"] == name].sort_values("num_tokens")
@@ -71,7 +73,7 @@ def plot_roofline_share(
         axes.axhline(100, color="black", linewidth=1.0, zorder=2)
         top = max(108.0, 106 * float(table["share"].max()))
         axes.set_ylim(0, top)
-        axes.set_ylabel("Share of the roofline (%)")
+        name_y(axes, "Share of the roofline (%)", "Share (%)")
         token_axis(axes, counts)
         bounds = table.drop_duplicates("num_tokens").set_index("num_tokens")["bound"]
         compute = [count for count in counts if bounds[count] == "compute"]
@@ -81,7 +83,7 @@ def plot_roofline_share(
             edge = (below[-1] * compute[0]) ** 0.5 if below else left
             axes.axvspan(edge, right, facecolor="#000000", alpha=0.06, zorder=0)
         legend(*axes.get_legend_handles_labels())
-    return frame.figure
+    return figure
 
 
 def _table(found: Sequence[Evidence], options: Options) -> pd.DataFrame:

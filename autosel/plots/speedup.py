@@ -20,7 +20,6 @@ from autosel.plots._common import (
     Options,
     caption,
     figure_words,
-    fitted,
     need,
     routings,
     series_name,
@@ -28,6 +27,7 @@ from autosel.plots._common import (
     text_inches,
     width_inches,
 )
+from autosel.plots._room import label_room, placed, row_room
 from autosel.vllm_names import priority
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ SPEEDUP_COLUMNS = (
 )  # fmt: skip
 
 CONFIDENCE = 0.95
+#: Least inches of a column; its number is of 4 points then.
+CELL = 0.17
 
 
 def speedup_data(found: Sequence[Evidence], baseline: str | None = None) -> pd.DataFrame:
@@ -136,13 +138,12 @@ def plot_speedup(
     largest = max(1.25, float(np.nanmax(np.abs(np.log2(table["speedup"].astype(float))))))
     with drawing():
         words = words or Caption("Speed-up over the baseline")
-        frame = fitted(size, words, 0.5 * len(layers) + 0.42)
-        width, height = map(float, frame.figure.get_size_inches())
-        names = min(max(text_inches(name, 8) for name in layers) + 0.1, width * 0.3)
-        left = frame.left + names / width
-        bottom = frame.bottom + 0.42 / height
-        bar = 0.95 / width
-        axes = frame.figure.add_axes((left, bottom, frame.right - left - bar, frame.top - bottom))
+        frame, place = placed(
+            size, words, lambda frame: (label_room(frame, layers, 8, 0.3), 0.42, 0.95, 0.0),
+            row_room(len(layers), max(1.2, CELL * len(counts))), 0.5 * len(layers) + 0.42,
+        )  # fmt: skip
+        names = label_room(frame, layers, 8, 0.3)
+        axes = frame.figure.add_axes(place)
         column = width_inches(axes) / len(counts)
         points = min(8.0, 8.0 * 0.92 * column / text_inches("1.00?", 8))
         every = 1 if text_inches(str(counts[-1]), 7) < 0.95 * column else 2

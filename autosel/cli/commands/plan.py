@@ -101,6 +101,11 @@ def command(
             store, kinds, here, policy, routing=routing, timing=(("cache", cache),)
         )
         made = [plan for plan in plans if isinstance(plan, Plan)]
+        unmeasured = any(
+            planning.unmeasured(store, problem, here, routing, (("cache", cache),))
+            for (problem, _), plan in zip(kinds, plans, strict=True)
+            if not isinstance(plan, Plan)
+        )
         added = 0 if dry_run else sum(planning.keep(store, plan) for plan in made)
         place = str(store.path) if store.path else None
     parts: list[Any] = []
@@ -113,9 +118,11 @@ def command(
         else:
             note(f"error: {layer.label}: {plan}")
             answers.append({**words, "plan": None, "error": str(plan)})
-    if not made:
-        note(f"to measure it: autosel sweep {retype(found, layer_options)}")
-    elif added and place:
+    if unmeasured:
+        asked = (("routing", routing, "uniform"), ("cache", cache, "cold"), ("device", device, ""))
+        more = (f" --{name} {value}" for name, value, usual in asked if (value or "") != usual)
+        note(f"to measure it: autosel sweep {retype(found, layer_options)}{''.join(more)}")
+    if added and place:
         note(f"stored in {place}: the layer and packs use it from now on")
     data = {"target": found.name, "database": place, "stored": added, "answers": answers}
     return Report(data, parts, 0 if len(made) == len(plans) else 1)

@@ -55,7 +55,8 @@ def _kinds() -> list[str]:
 )  # fmt: skip
 @click.option(
     "--size", type=(Number(3, 40), Number(2.5, 40)), default=(9.0, 5.6),
-    metavar="W H", show_default=True, help="Width and height in inches.",
+    metavar="W H", show_default=True,
+    help="Width and height in inches; a small figure leaves notes out.",
 )  # fmt: skip
 @stored_device_option
 @layer_options
