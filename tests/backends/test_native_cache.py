@@ -7,6 +7,7 @@ import hashlib
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,9 @@ class Cache:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
-    return Cache(tmp_path, monkeypatch)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cache]:
+    yield Cache(tmp_path, monkeypatch)
+    native.build.cache_clear()  # else tests that follow would call the small library
 
 
 def _name(library: Path) -> str:
