@@ -217,3 +217,16 @@ def test_a_preset_has_no_more_experts_than_the_model(autosel):
     ran = autosel("explain", "granite-3-1b-a400m", "--experts", "400", "--tokens", "1")
     assert ran.status == 1
     assert "preset granite-3-1b-a400m: experts: found 400, expected at most 32" in ran.error
+
+
+def test_identical_results_are_settled(autosel, tmp_path):
+    from tests.made_evidence import COLD, GPU, decided, row
+
+    found = row("a", 4, 50.0)
+    with Store.open(tmp_path / "a.db") as store:
+        store.add_measurements([found])
+        store.add_decision(decided(found, 1, None), GPU, COLD)
+    ran = autosel("diff", tmp_path / "a.db", tmp_path / "a.db", "--all")
+    assert ran.status == 0
+    assert "1.000" in ran.out
+    assert "not settled" not in ran.out

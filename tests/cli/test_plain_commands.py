@@ -111,3 +111,25 @@ def test_presets(autosel):
     ran = autosel("presets", "--json")
     assert [item["name"] for item in ran.json["presets"]] == list(presets.names())
     assert "mixtral-8x7b" in autosel("presets").out
+
+
+def test_flags_of_a_sweep_that_was_stopped_before_it_decided(autosel, tmp_path):
+    """``explain`` and ``pack`` decide from what was measured; so does this."""
+    from autosel import presets
+    from autosel.core import Candidate, Measurement
+    from autosel.device import detect
+    from autosel.store import Store
+
+    problem, device = presets.get("granite-3-1b-a400m", experts=4), detect("cpu")
+    rows = [
+        Measurement(
+            problem, 4, "uniform", Candidate.of(name, {}, ""), device, "ok", "exact", "",
+            tuple(us + n for n in range(20)), timing=(("cache", "cold"),), weight_bytes=1,
+        )
+        for name, us in (("cpu_native", 10.0), ("emulation", 90.0))
+    ]  # fmt: skip
+    with Store.open(tmp_path / "autosel.db") as store:
+        store.add_measurements(rows)
+    ran = autosel("flags", "granite-3-1b-a400m", "--experts", "4", "--device", "cpu", "--json")
+    assert ran.status == 0, ran.err
+    assert {engine["backend"] for engine in ran.json["engines"]} == {"cpu_native"}

@@ -18,6 +18,8 @@ from autosel.plots.speedup import speedup_data
 from autosel.report_data import report_data
 from autosel.report_page import inline_svg, page, write_report
 from autosel.report_verdict import verdict
+from autosel.store import Sweep
+from autosel.sweep_words import sweep_commands
 from tests.made_evidence import GPU, PROBLEM, decided, evidence, row
 
 EVIL = "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\"'&{{7*7}}</style>"
@@ -38,6 +40,37 @@ def measured(label="qwen3-30b-a3b", device=GPU, evil=""):
             decided(fast, low, high, runner_up=slow.candidate, rejected=rejected, tie=count == 1)
         )
     return evidence(rows, decisions, label=label, device=device, target="qwen3-30b-a3b")
+
+
+def test_commands_name_the_way_of_timing_and_only_a_database_as_one():
+    hot = replace(measured(), timing=(("cache", "hot"),))
+    assert verdict(hot, 16, "results.db").check == (
+        "autosel explain qwen3-30b-a3b --tokens 16 --cache hot --db results.db",
+        "autosel sweep qwen3-30b-a3b --tokens 16 --cache hot --db fresh.db",
+    )
+    pack = replace(measured(), from_database=False)
+    assert verdict(pack, 16, "pack.json").check[0] == "autosel explain qwen3-30b-a3b --tokens 16"
+    both = [hot, replace(hot, target="", label="mine")]
+    told = report_data(both, title="t", made="m", place="r.db")
+    assert told.commands == (
+        "autosel sweep qwen3-30b-a3b --tokens 1,16,64 --cache hot --db fresh.db",
+        "autosel sweep CHECKPOINT --tokens 1,16,64 --cache hot --db fresh.db  # mine",
+        "autosel diff r.db fresh.db",
+    )
+
+
+def test_every_sweep_that_left_something_has_its_command():
+    """The newest alone would make a part of what the report shows."""
+    settings = (
+        {"token_counts": [1, 4], "backends": [], "trials": 32},
+        {"token_counts": [2], "backends": ["emulation"], "trials": 1},
+        {"token_counts": [1, 4], "backends": [], "trials": 32},
+    )
+    sweeps = tuple(Sweep(n, GPU, "", s, None, "", None) for n, s in enumerate(settings))
+    assert sweep_commands(replace(measured(), sweeps=sweeps)) == [
+        "autosel sweep qwen3-30b-a3b --tokens 2 --backends emulation --trials 1",
+        "autosel sweep qwen3-30b-a3b --tokens 1,4",
+    ]
 
 
 def test_the_summary_says_what_to_use_why_and_how_to_check_it():
