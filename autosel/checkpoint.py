@@ -74,7 +74,7 @@ class Checkpoint:
             _ = (config.num_experts, config.top_k, config.hidden_size, config.act_dtype("bfloat16"))
         with index.reader() as reader:
             plans = [
-                LayerPlanner(config.of(found.module), index, fmt, rules).plan(
+                LayerPlanner(config.of(found.module, found.layer), index, fmt, rules).plan(
                     found, position, reader
                 )
                 for position, found in _numbered(names, config.num_layers)

@@ -6,6 +6,7 @@ be another model.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from autosel.core import Activation
@@ -32,7 +33,7 @@ _ACTIVATIONS = {
     "swiglustep": "swiglustep",
     "situ": "situ",
 }
-#: Step-3.5's clamps of routed experts, one a layer, 0 or null where there is none.
+#: Step-3.5's clamps of routed experts after silu, one a decoder layer, 0 or null for none.
 _OF_LAYERS = "swiglu_limits"
 
 
@@ -49,8 +50,13 @@ class _Constant:
         )
 
 
-def read_activation(text: Section, quant: Section | None, family: Family | None) -> Activation:
-    """Raises ConfigError, naming file and line, for what is missing or not understood."""
+def read_activation(
+    text: Section, quant: Section | None, family: Family | None, layer: int | None = None
+) -> Activation:
+    """The function of decoder layer number ``layer``, None where it has no number.
+
+    Raises ConfigError, naming file and line, for what is missing or not understood.
+    """
     named = next((n for n in NAMES if n in text), None)
     if family is not None and family.activation == "swigluoai":
         value = "swigluoai"  # gpt-oss says silu and means its own clamped form
@@ -66,10 +72,11 @@ def read_activation(text: Section, quant: Section | None, family: Family | None)
         raise ConfigError(
             field_error(text.where(named or NAMES[0]), "activation", repr(value), expected)
         )
-    clamps = text.data.get(_OF_LAYERS)
-    if clamps is not None and not (isinstance(clamps, list) and not any(clamps)):
-        expected = "null or zeros: clamps that differ by layer are not read"
-        raise ConfigError(field_error(text.where(_OF_LAYERS), "value", repr(clamps)[:60], expected))
+    clamp = _of_layer(text, layer)
+    if clamp:
+        if found not in ("silu", "swiglustep"):
+            raise _Constant(clamp, text.where(_OF_LAYERS)).no_place(found)
+        return Activation("swiglustep", limit=clamp)
     return _with_constants(found, text, quant)
 
 
@@ -118,3 +125,19 @@ def _with_constants(name: str, text: Section, quant: Section | None) -> Activati
 
 def _uninterleaved(limit: float, alpha: float | None, beta: float | None) -> Activation:
     return Activation("swigluoai_uninterleave", limit=limit, alpha=alpha, beta=beta)
+
+
+def _of_layer(text: Section, layer: int | None) -> float:
+    """The clamp of one layer, 0.0 where it has none."""
+    clamps = text.data.get(_OF_LAYERS)
+    if clamps is None or (isinstance(clamps, list) and not any(clamps)):
+        return 0.0
+    numbers = isinstance(clamps, list) and all(
+        v is None or (isinstance(v, int | float) and not isinstance(v, bool) and 0 <= v < math.inf)
+        for v in clamps
+    )
+    if not numbers or layer is None or not 0 <= layer < len(clamps):
+        expected = "a number or null for each layer"
+        found = repr(clamps)[:60] if not numbers or layer is None else f"none for layer {layer}"
+        raise ConfigError(field_error(text.where(_OF_LAYERS), "value", found, expected))
+    return float(clamps[layer] or 0.0)

@@ -81,7 +81,12 @@ def _called_for_signal(frame: FrameType) -> bool:
     given = [values.get(name) for name in names]
     rest = values.get(more) if more else ()
     given += rest if isinstance(rest, tuple) else ()
+    signals = signal.valid_signals()
     return any(
-        isinstance(number, int) and below is not None and below is frame.f_back
+        not isinstance(number, bool)
+        and isinstance(number, int)
+        and number in signals
+        and below is not None
+        and below is frame.f_back
         for number, below in itertools.pairwise(given)
     )

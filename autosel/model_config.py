@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autosel.config_activation import read_activation
@@ -47,6 +47,7 @@ class ModelConfig:
     family: Family | None
     model_type: str | None
     root: Section
+    layer: int | None = None
 
     @staticmethod
     def read(folder: Path) -> ModelConfig:
@@ -89,9 +90,9 @@ class ModelConfig:
         model_type = text.string("model_type") or root.string("model_type")
         return ModelConfig(text, quant, find_family(model_type), model_type, root)
 
-    def of(self, module: str) -> ModelConfig:
-        """The facts for a module of a part with experts of its own, such as ``talker.model.layers``
-        by ``talker_config``; these facts where there is no such part."""
+    def of(self, module: str, layer: int | None = None) -> ModelConfig:
+        """The facts for decoder layer ``layer``, and for a module of a part with experts of its
+        own, such as ``talker.model.layers`` by ``talker_config``, that part's."""
         for word in module.split("."):
             name = f"{word}_config"
             if not isinstance(self.root.data.get(name), Mapping):
@@ -99,8 +100,8 @@ class ModelConfig:
             part = self.root.section(name)
             for section in (part, part.section("text_config") if part is not None else None):
                 if section is not None and any(count in section for count in EXPERT_COUNTS):
-                    return ModelConfig._of(self.root, section, self.quant)
-        return self
+                    return replace(ModelConfig._of(self.root, section, self.quant), layer=layer)
+        return replace(self, layer=layer)
 
     @property
     def num_layers(self) -> int:
@@ -156,7 +157,7 @@ class ModelConfig:
 
     def activation(self) -> Activation:
         """The function between the two GEMMs; it also tells whether there must be gates."""
-        return read_activation(self.text, self.quant, self.family)
+        return read_activation(self.text, self.quant, self.family, self.layer)
 
     def router(self, has_correction_bias: bool) -> RouterSpec | None:
         """The routing rule; None for a model type whose rule is not known."""

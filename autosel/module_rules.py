@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -12,15 +13,14 @@ from autosel.errors import ConfigError, field_error
 #: Prefix of a pattern in compressed-tensors' ``targets`` and ``ignore``.
 REGEX_PREFIX = "re:"
 #: Bounds on one pattern, after :func:`_without_retries`; those in use stay far below.
-MAX_REPEATS, MAX_WILD, MAX_OPTIONAL, MAX_LETTERS = 10, 3, 5, 20_000
-#: The longest names in use have about 100 letters; three wild repeats take 0.1 s on 250.
-MAX_NAME = 250
+MAX_REPEATS, MAX_LETTERS = 10, 20_000
+#: Ways to try on one name of ``MAX_NAME`` letters, of which the matcher takes some 1e8 in a second.
+#: The longest names in use have about 100.
+MAX_WAYS, MAX_NAME = 1e9, 200
 #: What one pattern may take on all names together; 45,000 names take 0.02 s.
 MAX_SECONDS = 5.0
 _COUNT = re.compile(r"\{\d*,?\d*\}")
 _WILD = re.compile(r"(?:\.[*+]\??)+")
-#: Escapes that match many letters, so that their repeats can share out a name in many ways.
-_WIDE_ESCAPES = "wWSDB"
 
 
 class Pattern:
@@ -45,6 +45,7 @@ class Pattern:
         fault = _fault(pattern, self._compiled.pattern)
         if fault is not None:
             raise self._refused(*fault)
+        self._longest = MAX_NAME if _ways(self._compiled.pattern) > MAX_NAME**2 else MAX_LETTERS
 
     def match(self, name: str) -> bool:
         """Whether some part of ``name`` from its start matches, as ``re.match``.
@@ -52,9 +53,9 @@ class Pattern:
         Raises ConfigError for a name that is too long to match in time, and when all names
         together have taken ``MAX_SECONDS``.
         """
-        if len(name) > MAX_NAME:
+        if len(name) > self._longest:
             short = f"a module name of {len(name)} letters ({name[:40]}...)"
-            raise self._refused(short, f"at most {MAX_NAME}")
+            raise self._refused(short, f"at most {self._longest}")
         if self._left < 0:
             raise self._refused("one that takes too long on these names", "a simpler one")
         start = time.perf_counter()
@@ -137,16 +138,24 @@ def _fault(pattern: str, safer: str) -> tuple[str, str] | None:
                 open_groups[-1] |= inner or repeated
         elif open_groups and (_repeats(token) or token == "|" or (token == "?" and before != "(")):
             open_groups[-1] = True
-    optional = sum(token == "?" and before not in "*+?(" for before, token in pairwise(tokens))
-    if optional > MAX_OPTIONAL:
-        return f"{optional} optional parts", f"at most {MAX_OPTIONAL}"
     repeats = sum(map(_repeats, tokens))
     if repeats > MAX_REPEATS:
         return f"{repeats} repeats", f"at most {MAX_REPEATS}"
-    wild = _count_wild([*_tokens(re.sub(r"\(\?>[^()]*\)", "", safer))])
-    if wild > MAX_WILD:
-        return f"{wild} repeats that can share out a name", f"at most {MAX_WILD}"
+    ways = _ways(safer)
+    if ways > MAX_WAYS:
+        found = f"repeats and alternatives that share out a long name in {ways:.0e} ways"
+        return found, f"at most {MAX_WAYS:.0e}"
     return None
+
+
+def _ways(safer: str) -> float:
+    """How often parts of the pattern may be tried again on a name of ``MAX_NAME`` letters."""
+    tokens = [*_tokens(re.sub(r"\(\?>[^()]*\)", "", safer))]
+    # Each way walks over the rest of the name once more before it fails.
+    wild = _wild(tokens) + 1
+    places: float = MAX_NAME**wild / math.factorial(wild)
+    optional = sum(b == "?" and a not in "*+?(" for a, b in pairwise(tokens))
+    return places * _alternatives(tokens) * 2.0 ** min(optional, 100)
 
 
 def _repeats(token: str) -> bool:
@@ -158,10 +167,23 @@ def _quantifies(token: str) -> bool:
     return token in ("*", "+") or bool(_COUNT.fullmatch(token))
 
 
+def _wild(tokens: list[str]) -> int:
+    """The most repeats that can share out a name; those of other branches never multiply."""
+    branches: list[list[str]] = [[]]
+    depth = 0
+    for token in tokens:
+        depth += {"(": 1, ")": -1}.get(token, 0)
+        if token == "|" and depth == 0:
+            branches.append([])
+        else:
+            branches[-1].append(token)
+    return max(map(_count_wild, branches))
+
+
 def _count_wild(tokens: list[str]) -> int:
     """Repeats and options that could give letters to what follows, and so be tried again.
 
-    What ends the pattern has nothing to give to, and ``\\d+`` before a letter that is no digit
+    What ends the pattern has nothing to give to, and ``[0-9]+`` before a letter that is no digit
     can only end there.
     """
     count = 0
@@ -169,31 +191,32 @@ def _count_wild(tokens: list[str]) -> int:
         run = bool(_WILD.fullmatch(token))
         if (not run and not (_quantifies(after) or after == "?")) or token in "*+?(|":
             continue
-        rest = tokens[place + (1 if run else 2) :]
-        wide = run or token in (".", ")") or token.startswith("[") or token[1:] in [*_WIDE_ESCAPES]
         if token == ")" and after == "?":  # options of groups have a bound of their own
             continue
+        rest = tokens[place + (1 if run else 2) :]
+        wide = run or token in (".", ")")
         count += any(_takes_letters(t) for t in rest) and (wide or not _ends(token, rest))
-    return count + _ambiguous(tokens)
+    return count
 
 
-def _ambiguous(tokens: list[str]) -> int:
-    """Groups of alternatives of which more than one may match at the same place."""
-    count = 0
+def _alternatives(tokens: list[str]) -> float:
+    """In how many ways alternatives that may match at the same place can be combined at most."""
+    ways = 1.0
     open_groups: list[int] = []
     for place, token in enumerate(tokens):
         if token == "(":
             open_groups.append(place)
         elif token == ")" and open_groups:
             inside = tokens[open_groups.pop() + 1 : place]
-            if "|" not in inside:
-                continue
             inside = inside[2:] if inside[:2] == ["?", ":"] else inside
-            branches = "".join(inside).split("|")
+            branches = sorted("".join(inside).split("|"))
             letters = all(re.fullmatch(r"(?:[^\W]|\\[._-])*", branch) for branch in branches)
-            alone = not any(b.startswith(a) for a, b in pairwise(sorted(branches)))
-            count += not (letters and alone)
-    return count
+            if letters:  # only a branch that another begins with can match beside it
+                alike = sum(b.startswith(a) for a, b in pairwise(branches))
+                ways *= 1 + alike
+            else:
+                ways *= len(branches)
+    return ways
 
 
 def _takes_letters(token: str) -> bool:
@@ -201,7 +224,7 @@ def _takes_letters(token: str) -> bool:
 
 
 def _ends(item: str, rest: list[str]) -> bool:
-    """Whether a repeat of ``item``, one letter or escape, must stop at what follows."""
+    """Whether a repeat of ``item``, a letter, escape or class, must stop at what follows."""
     if rest[:1] == ["?"]:  # a lazy repeat
         rest = rest[1:]
     while rest[:1] in (["("], [")"]):

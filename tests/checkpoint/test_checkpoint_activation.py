@@ -56,8 +56,10 @@ def test_constants_are_read(tmp_path: Path, config: Any, quant: Any, expected: s
         ({"swiglu_alpha": 1.7}, {}, "expected none without a swiglu_limit"),
         ({}, {"gemm1_alpha": 1.7}, "gemm1_alpha: value: found 1.7"),
         ({}, {"gemm1_beta": 1.0}, "gemm1_beta: value: found 1.0"),
-        ({"swiglu_limits": [7.0, 7.0]}, {}, "clamps that differ by layer"),
-        ({"swiglu_limits": 7.0}, {}, "clamps that differ by layer"),
+        ({"swiglu_limits": 7.0}, {}, "a number or null for each layer"),
+        ({"swiglu_limits": [-7.0, 0]}, {}, "a number or null for each layer"),
+        ({"swiglu_limits": ["7", 0]}, {}, "a number or null for each layer"),
+        ({"hidden_act": "gelu", "swiglu_limits": [7.0]}, {}, "swiglu_limits: value: found 7.0"),
         ({"swiglu_limit": 0}, {}, "swiglu_limit: value: found 0.0, expected above 0"),
         ({"swiglu_limit": -1.0}, {}, "expected above 0, or null"),
         ({"swiglu_limit": "7"}, {}, "swiglu_limit"),
@@ -71,3 +73,15 @@ def test_a_constant_without_a_place_refuses_the_layer(
     assert reason in found.reason
     assert found.reason.startswith(f"{tmp_path / 'config.json'}:")
     assert "\n" not in found.reason
+
+
+def test_clamps_of_single_layers(tmp_path: Path) -> None:
+    """Step-3.5 clamps the last layers alone; the others are plain silu."""
+    made = make(tmp_path, layers=3, config={"swiglu_limits": [0.0, None, 7.0]})
+    found = [layer.problem for layer in Checkpoint.open(made).layers]
+    keys = [problem.activation.key for problem in found if problem is not None]
+    assert keys == ["silu", "silu", "swiglustepL7"]
+    short = make(tmp_path / "short", layers=2, config={"swiglu_limits": [7.0]})
+    first, second = Checkpoint.open(short).layers
+    assert first.status == "quantized"
+    assert "found none for layer 1, expected a number or null for each layer" in second.reason
