@@ -166,17 +166,30 @@ def build(flags: tuple[str, ...]) -> ctypes.CDLL:
             "CPU kernel: found no C++ compiler, required g++ or clang++ (or CXX)"
         )
     name = f"libautosel-wna16-{_digest(cxx, flags)}"
-    try:
-        return _built_in(cache_dir() / "native", name, cxx, flags)
-    except _ForeignError as error:
-        warnings.warn(f"{error}; it is built anew in each process", RuntimeWarning, stacklevel=3)
-    except OSError:
-        pass
-    return _built_aside(name, cxx, flags)
+    for place in (_usual, _aside):
+        try:
+            return _built_in(place(), name, cxx, flags)
+        except _ForeignError as error:
+            told = f"{error}; it is kept elsewhere, as long as temporary files stay"
+            warnings.warn(told, RuntimeWarning, stacklevel=3)
+        except OSError:
+            pass
+    return _built_for_now(name, cxx, flags)
 
 
-def _built_aside(name: str, cxx: str, flags: tuple[str, ...]) -> ctypes.CDLL:
-    """For a read-only or foreign cache folder: the library in a folder that does not stay."""
+def _usual() -> Path:
+    return cache_dir() / "native"
+
+
+def _aside() -> Path:
+    """Where a cache folder that is read-only or somebody else's, such as one that a container
+    mounts, does not make every process build anew."""
+    user = os.geteuid() if hasattr(os, "geteuid") else "user"
+    return Path(tempfile.gettempdir()) / f"autosel-{user}"
+
+
+def _built_for_now(name: str, cxx: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library in a folder that does not stay, where there is none that may keep it."""
     try:
         with tempfile.TemporaryDirectory(prefix="autosel-", ignore_cleanup_errors=True) as folder:
             return _built_in(Path(folder), name, cxx, flags)  # once loaded, no file is needed

@@ -42,6 +42,8 @@ class Cache:
         self.source.write_text(GOOD)
         self.builds = 0
         monkeypatch.setenv("AUTOSEL_CACHE", str(root / "cache"))
+        (root / "temporary").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(root / "temporary"))
         monkeypatch.setattr(native, "command", self._command)
 
     def _command(self, cxx: str, flags: tuple[str, ...], out: Path) -> list[str]:
@@ -122,6 +124,16 @@ def test_a_folder_of_another_user_is_not_used(cache: Cache) -> None:
     assert "\n" not in str(told[0].message)
     assert not cache.marker.exists()
     assert cache.libraries() == [evil]  # nothing of ours is put where others may change it
+    aside = cache.folder.parent.parent / "temporary" / f"autosel-{os.geteuid()}"
+    assert len([*aside.glob("*.so")]) == 1
+    assert not native._foreign(aside.stat())
+    with pytest.warns(RuntimeWarning, match="found owner 12345"):
+        cache.load()
+    assert cache.builds == 1  # kept for the next process
+    os.chown(aside, STRANGER, STRANGER)
+    with pytest.warns(RuntimeWarning, match="found owner 12345"):
+        assert cache.load().wna16_workspace_bytes() == 7  # for now alone
+    assert cache.builds == 2
 
 
 @needs_root
@@ -184,10 +196,11 @@ def test_no_private_folder_anywhere_is_a_reason(
 ) -> None:
     cache.folder.mkdir(parents=True)
     os.chown(cache.folder, STRANGER, STRANGER)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "none"))
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
     with (
         pytest.warns(RuntimeWarning, match="found owner"),
-        pytest.raises(UnsupportedError, match="No such file"),
+        pytest.raises(UnsupportedError, match="Not a directory"),
     ):
         cache.load()
 
