@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autosel import presets
+from autosel import presets, sources
 from autosel.api_arguments import Where, device_of, token_count, token_counts
 from autosel.checkpoint import Checkpoint
 from autosel.core import Plan, Problem, Workload
@@ -319,7 +319,7 @@ def _alike(target: Target, problem: Problem) -> int:
     if not isinstance(target, str | Path) or not Path(target).is_dir():
         return 1
     scheme = (problem.w13, problem.w2, problem.num_experts, problem.hidden_size)
-    opened = Checkpoint.open(target)
+    opened = sources.open_checkpoint(str(target))  # what is known of it is kept there
     found = [opened.exact_problem(x.index) for x in opened.layers if x.status == "quantized"]
     found = [x for x in found if (x.w13, x.w2, x.num_experts, x.hidden_size) == scheme]
     return max(len(found), 1)

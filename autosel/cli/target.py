@@ -50,14 +50,16 @@ class Target:
     skipped: tuple[MoELayer, ...] = field(default_factory=tuple)
 
 
-def resolve(text: str, options: LayerOptions) -> Target:
+def resolve(text: str, options: LayerOptions, *, every: bool = False) -> Target:
     """The checkpoint folder at ``text``, else the preset called ``text``.
 
+    ``every``: of a checkpoint, tell layers apart by the small tensors of all their experts, for
+    commands that read the weights all the same; else by those of expert 0.
     Raises AutoselError when it is neither, saying which presets come close, and
     click.UsageError for an option that does not go with what it is.
     """
     if is_folder(text):
-        return _checkpoint(text, options)
+        return _checkpoint(text, options, every)
     try:
         preset = presets.find(text)
     except ConfigError:
@@ -77,7 +79,7 @@ def is_folder(text: str) -> bool:
     return bool(text) and Path(text).is_dir()
 
 
-def _checkpoint(text: str, options: LayerOptions) -> Target:
+def _checkpoint(text: str, options: LayerOptions, every: bool) -> Target:
     given = [
         flag for name, flag in options.PRESET_ONLY if getattr(options, name) not in (None, False)
     ]
@@ -87,8 +89,13 @@ def _checkpoint(text: str, options: LayerOptions) -> Target:
         )
     checkpoint = sources.open_checkpoint(text)
     groups: dict[Problem, list[MoELayer]] = {}
+    seen: dict[Problem | None, Problem] = {}
     for layer in _chosen(text, checkpoint.layers, options.layer):
-        exact = checkpoint.exact_problem(layer.index)
+        # All experts' small tensors of a large model are gigabytes: a command that only looks
+        # things up takes one of alike layers for all.
+        exact = seen.get(layer.problem) if not every else None
+        if exact is None:
+            exact = seen[layer.problem] = checkpoint.exact_problem(layer.index)
         whole = replace(exact, act_dtype=options.act_dtype or exact.act_dtype)
         groups.setdefault(rank_problem(whole, tp_size=options.tp), []).append(layer)
     layers = tuple(

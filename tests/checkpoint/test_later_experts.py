@@ -13,6 +13,8 @@ import torch
 from autosel import api, layer_planner
 from autosel.canonical import dequantize_expert
 from autosel.checkpoint import Checkpoint
+from autosel.cli.options import LayerOptions
+from autosel.cli.target import resolve
 from autosel.errors import CheckpointError
 from autosel.packs.models import of_checkpoint
 from autosel.rank_problem import rank_problem
@@ -250,3 +252,22 @@ def test_later_experts_are_read_as_they_are(tmp_path: Path) -> None:
     assert torch.equal(
         dequantize_expert(experts.w2, 1, torch.float16), dequantize_expert(weight, 0, torch.float16)
     )
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_looking_up_reads_one_of_alike_layers(
+    tmp_path: Path, every: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All small tensors of a large GPTQ model are gigabytes; a sweep reads its weights anyway."""
+    folder = Made(layers=4).write(tmp_path)
+    asked: list[int] = []
+    exact = Checkpoint.exact_problem
+
+    def noted(self: Checkpoint, layer: int) -> Any:
+        asked.append(layer)
+        return exact(self, layer)
+
+    monkeypatch.setattr(Checkpoint, "exact_problem", noted)
+    (layer,) = resolve(str(folder), LayerOptions(), every=every).layers
+    assert layer.indices == (0, 1, 2, 3)
+    assert sorted(set(asked)) == ([0, 1, 2, 3] if every else [0])

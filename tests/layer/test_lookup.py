@@ -98,6 +98,11 @@ def test_a_layer_that_only_a_later_expert_makes_special_is_tuned(edit, split, tm
         assert layer.problem == decision.problem
 
 
+def layers_key(layers, number):
+    """The key of the number-th of a model's layers."""
+    return [*layers.values()][number].problem.key
+
+
 @pytest.fixture
 def quickly(monkeypatch):
     """Sweeps by command line that time for a moment only."""
@@ -121,10 +126,12 @@ def test_a_sweep_by_command_line_tells_such_layers_from_their_neighbours(tmp_pat
     layers = load_moe_layers(path, db=db)
     assert [layer.problem.w2.symmetric for layer in layers.values()] == [False, True]
     assert all(layer.choices[0].tuned for layer in layers.values())
-    capsys.readouterr()
-    assert main(["explain", str(path), *words, "--json"]) == 0
-    answers = json.loads(capsys.readouterr().out)["answers"]
-    assert [answer["status"] for answer in answers] == ["tuned", "tuned"]
+    for layer, asym in ((0, True), (1, False)):
+        capsys.readouterr()
+        assert main(["explain", str(path), *words, "--layer", str(layer), "--json"]) == 0
+        (answer,) = json.loads(capsys.readouterr().out)["answers"]
+        assert answer["status"] == "tuned"
+        assert ("asym" in layers_key(layers, layer)) == asym
 
 
 def test_a_sweep_by_command_line_is_found(get_checkpoint, tmp_path, quickly):

@@ -178,7 +178,7 @@ def command(
     )
     for line in read_tuned(start_from).notes if start_from else ():
         note(line)
-    found = resolve(target, layer_options)
+    found = resolve(target, layer_options, every=True)
     check_routing(routing, found)
     here = detect(device)
     failures = Failures(found)

@@ -59,7 +59,7 @@ def command(
     from autosel.store import Store
     from autosel.verify_layer import verify_layer
 
-    found = resolve(target, layer_options)
+    found = resolve(target, layer_options, every=True)
     here = detect(device)
     answers = []
     parts: list[str | Table] = []

@@ -69,7 +69,7 @@ def command(
     from autosel.packs.build import build
     from autosel.packs.content import write
 
-    found = resolve(target, layer_options)
+    found = resolve(target, layer_options, every=True)
     about = model_of(found)
     here = None if all_devices else detect(device)
     words = shlex.split(retype(found, layer_options))[1:]
