@@ -2,7 +2,7 @@
 
 import pytest
 
-from autosel import registry
+from autosel import presets, registry
 from autosel.core import Device, Support
 from autosel.device import pretend
 from autosel.interfaces import Backend
@@ -106,7 +106,6 @@ def test_a_plug_in_that_raises_is_a_row(autosel):
 
 
 def test_presets(autosel):
-    from autosel import presets
 
     ran = autosel("presets", "--json")
     assert [item["name"] for item in ran.json["presets"]] == list(presets.names())
@@ -115,7 +114,6 @@ def test_presets(autosel):
 
 def test_flags_of_a_sweep_that_was_stopped_before_it_decided(autosel, tmp_path):
     """``explain`` and ``pack`` decide from what was measured; so does this."""
-    from autosel import presets
     from autosel.core import Candidate, Measurement
     from autosel.device import detect
     from autosel.store import Store
@@ -133,3 +131,21 @@ def test_flags_of_a_sweep_that_was_stopped_before_it_decided(autosel, tmp_path):
     ran = autosel("flags", "granite-3-1b-a400m", "--experts", "4", "--device", "cpu", "--json")
     assert ran.status == 0, ran.err
     assert {engine["backend"] for engine in ran.json["engines"]} == {"cpu_native"}
+
+
+def test_flags_count_no_8_bit_winner_that_was_not_asked_for(autosel, tmp_path):
+    from dataclasses import replace
+
+    from autosel.device import detect
+    from autosel.store import Store
+    from tests.made_evidence import COLD, decided, row
+
+    device = detect("cpu")
+    problem = presets.get("granite-3-1b-a400m", experts=4)
+    won = replace(row("zen_cpu", 4, 50.0, device=device, problem=problem), accuracy="a8")
+    with Store.open(tmp_path / "autosel.db") as store:
+        store.add_measurements([won])
+        store.add_decision(decided(won, 1, None), device, COLD)
+    words = ("flags", "granite-3-1b-a400m", "--experts", "4", "--device", "cpu")
+    assert "found none" in autosel(*words).error
+    assert autosel(*words, "--allow-a8").status == 0

@@ -57,7 +57,8 @@ def command(
             found = store.decisions(*key, routing, timing=timing, allow_a8=allow_a8)
             if not found:  # a sweep that was stopped before it decided has measured all the same
                 one = gather(store, *key, routing=routing, timing=COLD)
-                found = [each for each in one.outcomes if isinstance(each, Decision)]
+                made = [each for each in one.outcomes if isinstance(each, Decision)]
+                found = [each for each in made if allow_a8 or each.accuracy == "exact"]
             decisions += found
     if not decisions:
         expected = "a decision; autosel sweep makes them, autosel explain says what is near"
