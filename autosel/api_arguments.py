@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from numbers import Integral
 
 import torch
 
 from autosel.core import Device
 from autosel.device import detect
 from autosel.errors import AutoselError, field_error
+from autosel.layer_arguments import is_whole
 
 #: A device by torch's name, as a :class:`Device` that was detected or stored, or the best one here.
 Where = str | torch.device | Device | None
@@ -26,8 +26,7 @@ def device_of(where: Where) -> Device:
 
 def token_count(value: object) -> int:
     """AutoselError for what is no number of tokens."""
-    # A bool is a whole number to Python, and a mistake here.
-    if isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= 1:
+    if is_whole(value) and int(value) >= 1:
         return int(value)
     wanted = "a whole number of at least 1"
     raise AutoselError(field_error("tokens", "value", ascii(value)[:80], wanted))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -19,7 +19,8 @@ from autosel.routing_spec import RouterSpec
 from autosel.store import Store
 
 
-def _whole(value: object) -> bool:
+def is_whole(value: object) -> TypeGuard[Integral]:
+    """A bool is a whole number to Python, and a mistake here."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -31,10 +32,10 @@ def _names(value: object) -> bool:
 #: here is checked where it is used.
 _KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
     "path": (lambda v: isinstance(v, str | os.PathLike), "a checkpoint folder"),
-    "tp_rank": (_whole, "a whole number"),
-    "tp_size": (_whole, "a whole number"),
-    "ep_rank": (_whole, "a whole number"),
-    "ep_size": (_whole, "a whole number"),
+    "tp_rank": (is_whole, "a whole number"),
+    "tp_size": (is_whole, "a whole number"),
+    "ep_rank": (is_whole, "a whole number"),
+    "ep_size": (is_whole, "a whole number"),
     "device": (lambda v: isinstance(v, str | int | torch.device), "a torch device"),
     "db": (lambda v: v is None or isinstance(v, str | Path | Store), "a file or an open Store"),
     "require": (_names, "a list of properties"),
@@ -85,7 +86,7 @@ def shared_rows(given: object, y: torch.Tensor) -> torch.Tensor:
 def check_token_counts(counts: tuple[object, ...]) -> None:
     """AutoselError for what is no number of tokens; 0 is one."""
     for count in counts:
-        if not isinstance(count, Integral) or isinstance(count, bool) or int(count) < 0:
+        if not is_whole(count) or int(count) < 0:
             wanted = "a whole number of tokens"
             raise AutoselError(field_error("FusedMoE.warm_up", "tokens", _shown(count), wanted))
 

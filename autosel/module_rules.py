@@ -42,10 +42,11 @@ class Pattern:
             self._compiled = re.compile(_without_retries(pattern))
         except (re.error, RecursionError, OverflowError) as exc:
             raise self._refused(str(exc), "a regular expression") from None
-        fault = _fault(pattern, self._compiled.pattern)
+        ways = _ways(self._compiled.pattern)
+        fault = _fault(pattern, ways)
         if fault is not None:
             raise self._refused(*fault)
-        self._longest = MAX_NAME if _ways(self._compiled.pattern) > MAX_NAME**2 else MAX_LETTERS
+        self._longest = MAX_NAME if ways > MAX_NAME**2 else MAX_LETTERS
 
     def match(self, name: str) -> bool:
         """Whether some part of ``name`` from its start matches, as ``re.match``.
@@ -74,7 +75,7 @@ def _without_retries(pattern: str) -> str:
     In ``.*A.*B.*C`` with parts of fixed length, the first A is as good as any later one: what can
     follow a later one can follow the first. An atomic group ``(?>.*?A)`` never tries another.
     """
-    if "(?" in pattern or _has_alternatives(pattern):
+    if "(?" in pattern or len(_branches(_tokens(pattern))) > 1:
         return pattern
     parts, joints = [""], []
     for token in _tokens(pattern):
@@ -92,13 +93,17 @@ def _without_retries(pattern: str) -> str:
     return out
 
 
-def _has_alternatives(pattern: str) -> bool:
+def _branches(tokens: Iterable[str]) -> list[list[str]]:
+    """The alternatives of the whole pattern; one where it has none outside of groups."""
+    branches: list[list[str]] = [[]]
     depth = 0
-    for token in _tokens(pattern):
+    for token in tokens:
         depth += {"(": 1, ")": -1}.get(token, 0)
         if token == "|" and depth == 0:
-            return True
-    return False
+            branches.append([])
+        else:
+            branches[-1].append(token)
+    return branches
 
 
 def _tokens(pattern: str) -> Iterator[str]:
@@ -122,8 +127,11 @@ def _tokens(pattern: str) -> Iterator[str]:
         pos = end
 
 
-def _fault(pattern: str, safer: str) -> tuple[str, str] | None:
-    """What in a pattern could run for ever, as found and expected; None for a harmless one."""
+def _fault(pattern: str, ways: float) -> tuple[str, str] | None:
+    """What in a pattern could run for ever, as found and expected; None for a harmless one.
+
+    ``ways`` are those of :func:`_ways`.
+    """
     open_groups: list[bool] = []  # for each open group: a repeat or alternatives in it so far?
     tokens = [*_tokens(pattern), ""]
     for before, token, after in zip(["", *tokens], tokens, tokens[1:], strict=False):
@@ -141,7 +149,6 @@ def _fault(pattern: str, safer: str) -> tuple[str, str] | None:
     repeats = sum(map(_repeats, tokens))
     if repeats > MAX_REPEATS:
         return f"{repeats} repeats", f"at most {MAX_REPEATS}"
-    ways = _ways(safer)
     if ways > MAX_WAYS:
         found = f"repeats and alternatives that share out a long name in {ways:.0e} ways"
         return found, f"at most {MAX_WAYS:.0e}"
@@ -152,7 +159,8 @@ def _ways(safer: str) -> float:
     """How often parts of the pattern may be tried again on a name of ``MAX_NAME`` letters."""
     tokens = [*_tokens(re.sub(r"\(\?>[^()]*\)", "", safer))]
     # Each way walks over the rest of the name once more before it fails.
-    wild = _wild(tokens) + 1
+    # Repeats of other branches never multiply.
+    wild = max(map(_count_wild, _branches(tokens))) + 1
     places: float = MAX_NAME**wild / math.factorial(wild)
     optional = sum(b == "?" and a not in "*+?(" for a, b in pairwise(tokens))
     return places * _alternatives(tokens) * 2.0 ** min(optional, 100)
@@ -167,19 +175,6 @@ def _quantifies(token: str) -> bool:
     return token in ("*", "+") or bool(_COUNT.fullmatch(token))
 
 
-def _wild(tokens: list[str]) -> int:
-    """The most repeats that can share out a name; those of other branches never multiply."""
-    branches: list[list[str]] = [[]]
-    depth = 0
-    for token in tokens:
-        depth += {"(": 1, ")": -1}.get(token, 0)
-        if token == "|" and depth == 0:
-            branches.append([])
-        else:
-            branches[-1].append(token)
-    return max(map(_count_wild, branches))
-
-
 def _count_wild(tokens: list[str]) -> int:
     """Repeats and options that could give letters to what follows, and so be tried again.
 
@@ -191,7 +186,7 @@ def _count_wild(tokens: list[str]) -> int:
         run = bool(_WILD.fullmatch(token))
         if (not run and not (_quantifies(after) or after == "?")) or token in "*+?(|":
             continue
-        if token == ")" and after == "?":  # options of groups have a bound of their own
+        if token == ")" and after == "?":  # an option of a group doubles the ways
             continue
         rest = tokens[place + (1 if run else 2) :]
         wide = run or token in (".", ")")
